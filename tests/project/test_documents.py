@@ -1,4 +1,4 @@
-"""Every command, file and key that the documents name exists."""
+"""Every command, file and key that the documents name exists, and README's recipe for a user's own run is complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 from tandem.reward.options.tree import known_keys
 from tandem.services.cli import app
 from tandem.services.config import Recipe, load_recipe
+from tandem.services.run.preflight import check_recipe
 from tests.project.house import table
+from tests.support.dataset_files import verl_row, write_parquet
 from tests.support.paths import ROOT
+from tests.support.run_inputs import write_model
 
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("architecture", "algorithms", "plugins", "reward", "sandbox")]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
@@ -81,3 +84,27 @@ def test_following_one_group_opens_at_most_40_files() -> None:
     files = [row[1].strip("`") for row in table(page, "step")]
     assert 30 <= len(files) == len(set(files)) <= 40
     assert all((ROOT / file).is_file() for file in files)
+
+
+SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "rollout.kv_cache_bytes=1048576"]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth in solution_str)
+"""
+
+
+def test_the_recipe_in_readme_runs_with_a_model_a_file_and_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (ROOT / "README.md").read_text().partition("## Your own run")[2]
+    block = re.search(r"```toml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_REDIS_URL", "")
+    Path("mine.toml").write_text(block[1])
+    Path("my_reward.py").write_text(REWARD)
+    write_parquet(Path("train.parquet"), [verl_row("1+1=", "2")])
+    write_model(Path("model"))
+    recipe = load_recipe("mine.toml", ["model.path=model", *SMALL])
+    assert recipe.reward.scorer == "my_reward.py:compute_score"
+    check_recipe(recipe, resume=False)

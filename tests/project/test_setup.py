@@ -1,4 +1,4 @@
-"""The set-up: pins lie within their ranges, and a wrong environment gives a one-line error."""
+"""The set-up: pins within their ranges, one-line errors, and what `make setup` does with fakes for its tools."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,143 @@ def test_an_environment_of_another_tool_is_not_touched(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "was not made by deploy/setup.sh" in done.stderr
     assert (tmp_path / ".venv/bin/python").exists()
+
+
+_A_TO_H = ("basename", "cat", "cp", "cut", "dirname", "env", "find", "flock", "grep", "head")
+TOOLS = (*_A_TO_H, "ls", "make", "mkdir", "mktemp", "rm", "sed", "sha256sum", "tail", "timeout", "touch")
+"""Real tools of a Debian with make; each also writes its name to $TRACE."""
+
+PYTHON = r"""
+here=${0%/bin/*}
+case "$*" in
+"-c import sys; print(sys.executable)") echo "$0" ;;
+"-m venv "*) /bin/mkdir -p "$3/bin" "$3/lib/site" && /bin/cp "$0" "$3/bin/python" ;;
+*"install --progress-bar off pip=="*) /bin/mkdir -p "$here/lib/site/triton-9.9.dist-info" ;;
+*sysconfig*) echo "$here/lib/site" ;;
+*libnuma*) [ -e "$here/lib/libnuma.so.1" ] ;;
+esac
+"""
+"""An interpreter that accepts every command, has triton, and lacks libnuma until its environment has it."""
+
+APT_GET = r"""
+case "$*" in
+*Dir::State::Lists=*" update") [ -z "$OFFLINE" ] && : >lists/fetched ;;
+*Dir::State::Lists=*" download "*) [ -e lists/fetched ] && : >"${@: -1}_1_amd64.deb" ;;
+*) exit 100 ;;
+esac
+"""
+"""apt-get of a minimal image: it has no package lists, and only root may fetch them to the default folder."""
+
+DPKG = r"""
+[ "$1" = -x ] && [ -e "$2" ] && /bin/mkdir -p "$3/usr/bin" "$3/usr/lib/x86_64-linux-gnu" || exit 1
+case "$2" in
+libnuma1_*) echo numa >"$3/usr/lib/x86_64-linux-gnu/libnuma.so.1" ;;
+bubblewrap_*) printf '#!/bin/sh\n' >"$3/usr/bin/bwrap" && /bin/chmod +x "$3/usr/bin/bwrap" ;;
+esac
+"""
+
+
+class Machine:
+    """A checkout of the files that the set-up reads, and a PATH of scripts that record every start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout, self.bin, self.trace = folder / "tandem", folder / "bin", folder / "trace"
+        self.venv = self.checkout / ".venv"
+        self.bin.mkdir()
+        (self.checkout / "deploy").mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
+            shutil.copy(ROOT / name, self.checkout / name)
+        for name in TOOLS:
+            self._script(name, f'exec {shutil.which(name)} "$@"')
+        self._script("python3", PYTHON)
+        self._script("apt-get", APT_GET)
+        self._script("dpkg", DPKG)
+        (self.bin / "bash").symlink_to("/bin/bash")
+
+    def _script(self, name: str, does: str) -> None:
+        file = self.bin / name
+        file.write_text(f'#!/bin/bash\necho "${{0##*/}} $*" >>"$TRACE"\n{does.strip()}\n')
+        file.chmod(0o755)
+
+    def setup(self, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """Runs `make setup`; returns its result and the sorted names of the commands it started."""
+        self.trace.write_text("")
+        surroundings = {"PATH": str(self.bin), "TRACE": str(self.trace), "OFFLINE": "", **environment}
+        command = [self.bin / "make", "-C", self.checkout, "--no-print-directory", "setup"]
+        done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=60, check=False)
+        started = [line.split()[0] for line in self.trace.read_text().splitlines()]
+        return done, sorted(started)
+
+    def calls_of(self, name: str) -> list[str]:
+        """The arguments of a command's calls in the last set-up."""
+        return [
+            line.removeprefix(f"{name} ") for line in self.trace.read_text().splitlines() if line.split()[0] == name
+        ]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_second_setup_only_compares_a_fingerprint(machine: Machine) -> None:
+    done, started = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert "setup: ready in" in done.stdout and "python" in started and "apt-get" in started
+    before = {path: path.stat().st_mtime_ns for path in machine.venv.rglob("*")}
+
+    done, started = machine.setup()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert started == ["cat", "cut", "dirname", "make", "sed", "sha256sum"]
+    assert {path: path.stat().st_mtime_ns for path in machine.venv.rglob("*")} == before
+
+    with (machine.checkout / "constraints-cpu.txt").open("a") as pins:
+        pins.write("another==1.0\n")
+    done, started = machine.setup()
+    assert done.returncode == 0 and "python" in started, "other pins are another environment"
+
+
+def test_unused_packages_are_installed_as_metadata_only(machine: Machine) -> None:
+    machine.setup()
+    site = machine.venv / "lib" / "site"
+    stubs = {found.metadata["Name"]: found for found in distributions(path=[str(site)]) if found.read_text("INSTALLER")}
+    versions = {"torchvision": "0.28.0+stub", "torchaudio": "2.13.0+stub", "torchcodec": "0.14.0+stub"}
+    assert {name: stub.version for name, stub in stubs.items()} == versions, "triton is there already"
+    for stub in stubs.values():
+        files = stub.files or []
+        assert {file.name for file in files} == {"METADATA", "INSTALLER", "RECORD"}, "pip can take it away again"
+        assert all((site / file).is_file() for file in files)
+
+
+def test_a_missing_library_is_unpacked_without_root_and_loaded_by_a_pth_file(machine: Machine) -> None:
+    done, _ = machine.setup()
+    assert "libnuma.so.1: unpacked into" in done.stdout
+    assert (machine.venv / "lib" / "libnuma.so.1").read_text() == "numa\n"
+    (line,) = (machine.venv / "lib" / "site" / "tandem_libnuma.pth").read_text().splitlines()
+    assert line.startswith("import ") and 'sys.prefix + "/lib/libnuma.so.1"' in line
+    compile(line, "tandem_libnuma.pth", "exec")
+    assert not (machine.venv / "libnuma").exists(), "nothing is left of the download"
+    assert [call for call in machine.calls_of("apt-get") if " install" in call] == []
+    lists = machine.venv / "libnuma" / "lists"
+    first, update, download = [call for call in machine.calls_of("apt-get") if "bubblewrap" not in call][:3]
+    assert first.endswith("download libnuma1") and "Dir::State" not in first, "the system's own lists first"
+    assert f"Dir::State::Lists={lists}" in update and f"Dir::State::Lists={lists}" in download
+
+
+def test_an_installed_library_is_not_fetched(machine: Machine) -> None:
+    machine.setup()
+    for stamp in machine.venv.glob(".stamp-*"):
+        stamp.unlink()
+    done, started = machine.setup()
+    assert done.returncode == 0 and "apt-get" not in started and "libnuma" not in done.stdout
+
+
+def test_a_library_that_cannot_be_fetched_is_reported_with_its_package(machine: Machine) -> None:
+    done, _ = machine.setup(OFFLINE="1")
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]
+    assert line.endswith(
+        "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
+    )
+    done, _ = machine.setup()
+    assert done.returncode == 0 and "did not finish; starting afresh" in done.stdout

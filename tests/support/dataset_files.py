@@ -1,4 +1,4 @@
-"""Dataset files in verl's columns, unusable rows, and a model folder with every file that reading them needs."""
+"""Dataset files in verl's columns, unusable rows, files of completions, and a model folder that chat templates need."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
 def write_lines(file: Path, rows: list[Any]) -> Path:
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return file
+
+
+def row(solution: Any, /, **more: Any) -> dict[str, Any]:
+    """A row of a file of completions, as `tandem reward` reads it."""
+    return {
+        "data_source": "test",
+        "prompt": [{"role": "user", "content": "?"}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "extra_info": {"index": 3},
+        "solution": str(solution),
+        **more,
+    }
+
+
+def answers(folder: Path, *solutions: Any, name: str = "answers.jsonl") -> Path:
+    rows = [row(solution) for solution in solutions]
+    return write_parquet(folder / name, rows) if name.endswith(".parquet") else write_lines(folder / name, rows)
 
 
 def chat_folder(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -22,8 +23,14 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import grpc
+from google.protobuf import descriptor_pb2, json_format, message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from typer.testing import CliRunner
 
 from tandem.protos import errors
@@ -31,7 +38,6 @@ from tandem.reward.registry import SCORERS, describe
 from tandem.services.cli import app
 from tandem.services.clients import RewardClient
 from tandem.services.commands.reward_display import number
-from tests.support.grpcurl import grpcurl
 from tests.support.paths import ROOT
 from tests.support.reward_process import running_reward
 
@@ -47,6 +53,8 @@ ERRORS = (
 )
 WAIT_SECONDS = 60.0
 
+_MAPS = ("breakdown", "limits", "numUnscored")
+_TYPES = {number: name[5:].lower() for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _ID = re.compile(r"\b[0-9a-f]{32}\b")
 
@@ -187,6 +195,79 @@ def followed() -> str:
 def remote_scorers() -> set[str]:
     """Scorers that clients can use only under a name that the service declares."""
     return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
+
+
+def grpcurl(words: list[str], given: str) -> str:
+    """What grpcurl prints for these arguments, with `given` on standard input (`-d @`). It knows what the page uses: it
+    learns the services by reflection, reads JSON and prints JSON.
+    """
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        assert option in ("-plaintext", "-d"), f"grpcurl has an option {option}, this stand-in has not"
+        options[option] = rest.pop(0) if option == "-d" else ""
+    assert "-plaintext" in options, "the service speaks no TLS"
+    address, *verb = rest
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        if verb == ["list"]:
+            return "".join(f"{name}\n" for name in sorted(database.get_services()))
+        if verb[0] == "describe":
+            return _described(pool.FindMessageTypeByName(verb[1]))
+        data = given if options.get("-d") == "@" else options.get("-d", "{}")
+        service, _, name = verb[0].partition("/")
+        return _called(channel, pool.FindServiceByName(service).methods_by_name[name], data)
+
+
+def _described(message: Descriptor) -> str:
+    fields = "".join(f"  {_type_of(one)} {one.name} = {one.number};\n" for one in message.fields)
+    return f"{message.full_name} is a message:\nmessage {message.name} {{\n{fields}}}\n"
+
+
+def _called(channel: grpc.Channel, method: MethodDescriptor, data: str) -> str:
+    requests = _messages(method.input_type, data)
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+    )
+    assert method.client_streaming or len(requests) == 1
+    answer = call(iter(requests) if method.client_streaming else requests[0], timeout=WAIT_SECONDS)
+    replies = list(answer) if method.server_streaming else [answer]
+    replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # replies arrive as they are ready
+    return "".join(f"{_printed(reply)}\n" for reply in replies)
+
+
+def _messages(kind: Descriptor, text: str) -> list[Any]:
+    """The consecutive JSON messages of a text. An unknown field is an error, as in grpcurl."""
+    decoder, found, place = json.JSONDecoder(), [], 0
+    while text[place:].strip():
+        place += len(text[place:]) - len(text[place:].lstrip())
+        value, place = decoder.raw_decode(text, place)
+        found.append(json_format.ParseDict(value, message_factory.GetMessageClass(kind)()))
+    return found or [message_factory.GetMessageClass(kind)()]
+
+
+def _printed(message: Any) -> str:
+    return json.dumps(_sorted(json_format.MessageToDict(message)), indent=2, ensure_ascii=False)
+
+
+def _sorted(value: Any, is_map: bool = False) -> Any:
+    """Sorts maps by key and writes whole numbers without a decimal point, as grpcurl does."""
+    if isinstance(value, dict):
+        keys = sorted(value) if is_map else list(value)
+        return {key: _sorted(value[key], key in _MAPS) for key in keys}
+    if isinstance(value, list):
+        return [_sorted(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _type_of(field: FieldDescriptor) -> str:
+    name = f".{field.message_type.full_name}" if field.message_type is not None else _TYPES[field.type]
+    return f"repeated {name}" if field.is_repeated else name
 
 
 if __name__ == "__main__":

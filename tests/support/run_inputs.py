@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 from tandem.services.config import Recipe, parse_recipe
 
+Values = dict[str, dict[str, Any]]
+
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -68,7 +70,7 @@ def write_dataset(file: Path) -> Path:
     return file
 
 
-def small_values(folder: Path) -> dict[str, dict[str, Any]]:
+def small_values(folder: Path) -> Values:
     """The values of a recipe with model and data below `folder`, and its run in `folder`/run."""
     return {
         "run": {"run_id": "small", "folder": str(folder / "run"), "total_batches": 3, "groups_per_batch": 2},

@@ -1,11 +1,22 @@
-"""The command line: help, and the commands that need no run. test_bad_input.py has what `tandem run` refuses."""
+"""The command line: help, commands that need no run, and bad input.
+
+Bad input gives exit code 2, one line with fault, place and remedy, and leaves no process. Each case takes a second, so
+there is one per kind; tests/services/run/test_preflight.py has all of them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
+import sys
+import threading
 import tomllib
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,29 +27,49 @@ from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.trainer.launch import torchrun_arguments
 from tests.services.test_imports import COMMANDS
 from tests.support.paths import ROOT
-from tests.support.processes import run_python
+from tests.support.processes import MARK, carriers
 from tests.support.run_inputs import recipe_of, small_values, write_dataset
 
+DEADLINE_SECONDS = 60.0
+TANDEM = (sys.executable, "-m", "tandem.services.cli")
 
-def tandem(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", **environment}
-    return run_python("-m", "tandem.services.cli", *arguments, cwd=cwd, **variables)
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe that would run; its run folder is `run` in the same folder."""
+    file = tmp_path / "recipe.json"
+    file.write_text(dump_recipe(recipe_of(small_values(tmp_path))))
+    return file
+
+
+def started(*command: str, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; fails if a process that it started is left."""
+    mark = uuid.uuid4().hex
+    plain = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **plain, "PYTHONPATH": str(ROOT), MARK: mark},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert list(carriers(mark)) == []
+    return done
+
+
+def tandem(*arguments: str, cwd: Path = ROOT, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return started(*TANDEM, *arguments, cwd=cwd, stdout=stdout)
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
     """The one line with which a command refused bad input."""
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("tandem: ")
-    assert done.stdout == ""
+    assert line.startswith("tandem: ") and not done.stdout
     return line.removeprefix("tandem: ")
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.json"
-    file.write_text(dump_recipe(recipe_of(small_values(tmp_path))))
-    return file
 
 
 @pytest.mark.parametrize(
@@ -64,13 +95,13 @@ def test_a_missing_recipe_is_a_one_line_error(tmp_path: Path) -> None:
     assert "no such file" in complaint(tandem("serve", "feed", str(tmp_path / "gone.toml")))
 
 
-def test_a_service_started_by_hand_needs_a_run_or_a_redis(recipe_file: Path) -> None:
-    line = complaint(tandem("serve", "reward", str(recipe_file)))
+def test_a_service_started_by_hand_needs_a_run_or_a_redis(recipe: Path) -> None:
+    line = complaint(tandem("serve", "reward", str(recipe)))
     assert "tandem run" in line and "TANDEM_REDIS_URL" in line
 
 
-def test_an_unknown_service_is_refused_with_the_known_ones(recipe_file: Path) -> None:
-    done = tandem("serve", "trainr", str(recipe_file))
+def test_an_unknown_service_is_refused_with_the_known_ones(recipe: Path) -> None:
+    done = tandem("serve", "trainr", str(recipe))
     assert done.returncode == 2
     assert all(service in done.stderr for service in ("feed", "rollout", "reward", "trainer"))
 
@@ -104,11 +135,11 @@ def test_status_of_a_finished_run_prints_its_summary(tmp_path: Path) -> None:
     assert "finished" in said and "0.875" in said and "trained" in said and "80" in said
 
 
-def test_config_prints_the_resolved_recipe(recipe_file: Path) -> None:
-    done = tandem("config", str(recipe_file), "run.staleness_budget=4")
+def test_config_prints_the_resolved_recipe(recipe: Path) -> None:
+    done = tandem("config", str(recipe), "run.staleness_budget=4")
     assert done.returncode == 0
     assert "staleness_budget = 4  # default: 2" in done.stdout
-    as_json = tandem("config", str(recipe_file), "run.staleness_budget=4", "--json")
+    as_json = tandem("config", str(recipe), "run.staleness_budget=4", "--json")
     assert parse_recipe(tomllib.loads(done.stdout)) == parse_recipe(json.loads(as_json.stdout))
 
 
@@ -137,3 +168,169 @@ def test_ranks_of_several_machines_meet_at_the_address_in_the_recipe(tmp_path: P
     assert int(option(arguments, "--max-restarts")) > 0
     assert option(arguments, "--log-dir") == os.devnull, "torchrun would leave folders in /tmp"
     assert arguments[-5:] == ["--module", "tandem.services.cli", "serve", "trainer", "config.json"]
+
+
+# --- bad input
+
+
+def write(text: str, *names: str) -> Callable[[Path], object]:
+    """Writes the text to the file of that name below the folder."""
+
+    def damage(folder: Path) -> None:
+        file = folder.joinpath(*names)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+
+    return damage
+
+
+def old_run(folder: Path) -> None:
+    """A run with one recorded batch is in the run folder."""
+    (folder / "run" / "batches" / "000001").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text("{}")
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if "__pycache__" not in file.parts)
+
+
+def nothing(folder: Path) -> None:
+    """Only the override is bad."""
+
+
+BAD_TEMPLATE, BAD_FUNCTION = "a\n{% for m in %}", "raise RuntimeError('not today')"
+CASES: list[tuple[Callable[[Path], object], str, list[str]]] = [
+    (nothing, "trainer.learningrate=1", ["did you mean trainer.learning_rate?"]),
+    (old_run, "", ["/run already holds a run", "--resume"]),
+    (nothing, "data.train_file=gone.parquet", ["gone.parquet", "no such file"]),
+    (write(BAD_TEMPLATE, "chat.jinja"), "model.chat_template=chat.jinja", ["chat.jinja, line 2", "mend"]),
+    (nothing, "model.path=models/gone", ["model.path models/gone", "no such folder"]),
+    (nothing, "data.max_prompt_tokens=2", ["train.jsonl has no usable row", "has 7 tokens"]),
+    (nothing, f"rollout.kv_cache_bytes={1 << 50}", ["memory", "lower rollout.kv"]),
+    (write(BAD_FUNCTION, "mine.py"), "reward.scorer=mine.py:score", ["mine.py", "not today"]),
+    (nothing, "run.redis_url=unix:///nowhere/redis.sock", ["/nowhere/redis.sock", "start it"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "override", "says"), CASES)
+def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
+    damage(recipe.parent)
+    before = files_below(recipe.parent)
+    line = complaint(tandem("run", "recipe.json", *filter(None, [override]), cwd=recipe.parent))
+    assert all(words in line for words in says), line
+    assert files_below(recipe.parent) == before, "it wrote something"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("reward.scorer=exakt", ["exakt", "did you mean exact?"]),
+        ("reward.scorer=gone.py:score", ["gone.py is no file"]),
+        ("data.train_file=gone.parquet", ["gone.parquet: no such file"]),
+        ("model.path=models/gone/for/good", ["models/gone/for/good: no such folder"]),
+    ],
+)
+def test_config_refuses_the_recipes_that_run_refuses(recipe: Path, override: str, says: list[str]) -> None:
+    done = tandem("config", "recipe.json", override, cwd=recipe.parent)
+    assert done.returncode == 2 and "[run]" in done.stdout, "the resolved recipe is printed first"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tandem: ") and all(words in line for words in says), line
+
+
+@contextmanager
+def web_server() -> Iterator[int]:
+    """The port of a server that answers as a web server does, not as Redis."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:  # the test has ended
+                    return
+                with client:
+                    client.recv(4096)
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=10.0)
+
+
+def test_a_port_in_use_by_another_program_is_refused(recipe: Path) -> None:
+    with web_server() as port:
+        line = complaint(tandem("run", "recipe.json", f"reward.port={port}", cwd=recipe.parent))
+        assert f"reward.port: cannot listen on 127.0.0.1:{port}" in line and "choose another reward.port" in line
+        url = f"redis://127.0.0.1:{port}"
+        line = complaint(tandem("run", "recipe.json", f"run.redis_url={url}", cwd=recipe.parent))
+        assert line.startswith(f"what answers at {url} is no Redis") and "name another one" in line
+
+
+def test_a_run_on_a_full_disk_is_refused(recipe: Path) -> None:
+    disk = recipe.parent / "disk"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(disk)]
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare (util-linux) to mount a small disk")
+    tried = subprocess.run([*alone, "true"], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    if tried.returncode:
+        pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
+    line = complaint(started(*alone, *TANDEM, "run", "recipe.json", f"run.folder={disk}/run", cwd=recipe.parent))
+    assert line.startswith(f"{disk}: the disk is full") and "free space there" in line
+
+
+# --- faults during the run -------------------------------------------------------------------------------------
+
+FILLS = """
+import sys
+from pathlib import Path
+from tandem.services.command_line import run_service_command, full_disk_named
+
+def writes():
+    with full_disk_named(Path("runs/mine")), open("/dev/full", "w") as file:
+        file.write("a line")
+
+def says():
+    print("a line", flush=True)
+
+def opens():
+    raise OSError(122, "Disk quota exceeded", "some/file")
+
+def breaks():
+    raise OSError(5, "Input/output error")
+
+run_service_command({"writes": writes, "says": says, "opens": opens, "breaks": breaks}[sys.argv[1]])
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+@pytest.mark.parametrize(("does", "names"), [("writes", "runs/mine"), ("says", "/dev/stdout"), ("opens", "some/file")])
+def test_a_service_whose_disk_fills_ends_with_one_line(does: str, names: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = started(sys.executable, "-c", FILLS, does, cwd=tmp_path, stdout=full.fileno())
+    assert complaint(done) == f"{names}: the disk is full; free space there and try again"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+def test_a_command_whose_output_does_not_fit_ends_with_one_line(recipe: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = tandem("config", "recipe.json", cwd=recipe.parent, stdout=full.fileno())
+    assert complaint(done).startswith("/dev/stdout: the disk is full")
+
+
+def test_another_disk_error_keeps_its_traceback(tmp_path: Path) -> None:
+    done = started(sys.executable, "-c", FILLS, "breaks", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "Input/output error" in done.stderr
+
+
+def test_a_redis_outage_is_not_reported_as_a_ledger_violation(recipe: Path) -> None:
+    values = json.loads(recipe.read_text())
+    values["run"]["redis_url"] = "unix:///nowhere/redis.sock"
+    write(json.dumps(values), "run", "config.json")(recipe.parent)
+    line = complaint(tandem("ledger", "run", cwd=recipe.parent))
+    assert "Redis at unix:///nowhere/redis.sock cannot be reached" in line and "start it" in line

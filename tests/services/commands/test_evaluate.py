@@ -14,7 +14,7 @@ from tandem.services.commands import evaluate
 from tandem.services.commands.evaluate import evaluate_recipe
 from tandem.services.config import Recipe
 from tandem.services.run.children import ChildSpec
-from tests.services.commands.test_bad_input import web_server
+from tests.services.commands.test_cli import web_server
 from tests.support.dataset_files import verl_row, write_lines
 from tests.support.processes import MARK, carriers
 from tests.support.run_inputs import recipe_of, write_chat_model

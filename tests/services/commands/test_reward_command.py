@@ -10,13 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.protos.errors import ScorerError, UserError
+from tandem.protos.errors import UserError
 from tandem.services.clients import asynchronous as async_client
 from tandem.services.commands import reward_tasks
-from tandem.services.commands.reward_tasks import Choice
 from tests.services.commands.conftest import complaints, reward
-from tests.support.answer_files import answers, row
-from tests.support.dataset_files import write_lines
+from tests.support.dataset_files import answers, row, write_lines
 from tests.support.scripted_reward import ScriptedReward
 
 ROWS = [0.5, 1, "timeout", 2]
@@ -52,7 +50,9 @@ def test_a_request_holds_the_fields_of_its_row_and_the_rubric(service: ScriptedR
     reward("score", file, "--column", "answer", "--with-prompt", "--group-column", "data_source")
     assert [item.solution for item in service.requests[-1].items] == ["3"]  # the first row has no solution
     assert json.loads(service.requests[-1].items[-1].extra_info)["prompt"] == [{"role": "user", "content": "?"}]
-    assert service.requests[-1].items[-1].group == "test"
+    assert service.requests[-1].items[-1].group == "test" and service.requests[-1].rubric == ""
+    reward("score", file, "--scorer", "number")
+    assert service.requests[-1].rubric == '[[components]]\nscorer = "number"\n'
 
 
 def test_standard_input_is_read_to_its_last_line() -> None:
@@ -284,10 +284,3 @@ def test_a_value_that_json_cannot_hold_fails_only_its_row(tmp_path: Path) -> Non
     done = reward("score", tmp_path / "f.parquet")
     assert "0  –  invalid_input: ground_truth or extra_info holds what JSON cannot" in done.stdout
     assert "1  2  group=1" in done.stdout
-
-
-def test_a_choice_of_scorer_becomes_a_rubric() -> None:
-    assert Choice().text() == ""
-    assert Choice(scorer="exact").text() == '[[components]]\nscorer = "exact"\n'
-    with pytest.raises(ScorerError):
-        Choice(rubric=Path("gone.toml")).text()

@@ -1,4 +1,4 @@
-"""Recipes: defaults, overrides, unknown keys, one-line errors, and the generated documents."""
+"""Recipes: defaults, overrides, bases, unknown keys, one-line errors, and the generated documents."""
 
 from __future__ import annotations
 
@@ -129,6 +129,7 @@ def test_a_missing_key_is_named() -> None:
         ("broken.json", b"{", "is not valid JSON"),
         ("list.json", b"[]", "is not a JSON object"),
         ("empty.toml", b"", "run is missing"),
+        (".", None, "is a folder"),
     ],
 )
 def test_a_file_that_is_not_a_recipe_is_a_one_line_error(
@@ -159,22 +160,16 @@ def test_a_saved_recipe_reads_back_the_same_and_takes_overrides(tmp_path: Path, 
     assert load_recipe(saved, ["run.seed=7"]).run.seed == 7
     with pytest.raises(ValueError, match="frozen"):
         recipe.run.seed = 1  # type: ignore[misc]
-
-
-def test_a_missing_or_broken_saved_recipe_is_a_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        load_recipe(tmp_path)
+    saved.unlink()
     with pytest.raises(ConfigError, match="a run folder"):
-        load_resolved(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        load_resolved(tmp_path / "config.json")
+        load_resolved(saved)
 
 
 def test_known_keys_are_the_keys_of_the_models() -> None:
+    known = known_keys(Recipe)
     headed = {f"{key.section}.{key.name}" for key in keys()} | {table.path for table in tables(Recipe)}
-    assert headed | set(Recipe.model_fields) == set(known_keys(Recipe))
-    assert all(table.path.removesuffix("[]") in known_keys(Recipe) for table in tables(Recipe))
+    assert headed | set(Recipe.model_fields) == set(known) and len(known) == len(set(known))
+    assert all(table.path.removesuffix("[]") in known for table in tables(Recipe))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -242,14 +237,6 @@ def test_any_recipe_is_read_or_refused_in_one_line(values: dict[str, Any]) -> No
         assert len(str(error).splitlines()) == 1
 
 
-def test_resolved_toml_marks_what_differs_from_the_default(recipe_file: Path) -> None:
-    lines = as_toml(load_recipe(recipe_file, ["run.staleness_budget=5"])).splitlines()
-    (changed,) = [line for line in lines if line.startswith("staleness_budget")]
-    (unchanged,) = [line for line in lines if line.startswith("groups_per_batch")]
-    assert changed == "staleness_budget = 5  # default: 2"
-    assert "#" not in unchanged
-
-
 def test_optional_tables_are_absent_by_default() -> None:
     """TOML has no null, so `tandem config` can only write a key that may be absent if it is absent by default."""
     for table in tables(Recipe):
@@ -261,3 +248,83 @@ def test_every_key_is_documented_and_the_page_is_fresh() -> None:
     for key in keys():
         assert len(key.doc) > 10, f"{key.section}.{key.name} is not explained"
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tandem.services.config.docs"
+
+
+BASE = """
+[run]
+run_id = "base"
+total_batches = 7
+[model]
+path = "m"
+[data]
+train_file = "d.parquet"
+[trainer]
+correction = "areal"
+[trainer.loss]
+name = "clipped_surrogate"
+clip_high = 0.28
+[reward]
+arguments = { a = 1 }
+"""
+
+
+def write(folder: Path, **texts: str) -> Path:
+    """Writes `<name>.toml` for each text; returns the last file."""
+    for name, text in texts.items():
+        file = folder / f"{name}.toml"
+        file.write_text(text)
+    return file
+
+
+def test_keys_of_the_recipe_win_over_those_of_its_bases(tmp_path: Path) -> None:
+    middle = 'base = "base.toml"\n[run]\nrun_id = "middle"\nseed = 3\n'
+    own = 'base = "middle.toml"\n[run]\nrun_id = "own"\n[reward]\narguments = { b = 2 }\n'
+    recipe = load_recipe(write(tmp_path, base=BASE, middle=middle, own=own))
+    assert (recipe.run.run_id, recipe.run.seed, recipe.run.total_batches) == ("own", 3, 7)
+    assert recipe.run.folder == "runs/own"
+    assert recipe.reward.arguments == {"b": 2}, "a free table is replaced as a whole"
+
+
+def test_the_base_is_found_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    own = write(tmp_path / "inner", own='base = "../base.toml"\n[run]\nrun_id = "own"\n')
+    write(tmp_path, base=BASE)
+    monkeypatch.chdir("/")
+    assert load_recipe(own).run.total_batches == 7
+
+
+def test_a_table_with_another_name_starts_from_its_own_defaults(tmp_path: Path) -> None:
+    same = load_recipe(write(tmp_path, base=BASE, own='base = "base.toml"\n[trainer.loss]\nclip_low = 0.1\n'))
+    assert same.trainer.loss.model_dump()["clip_high"] == 0.28
+    other = load_recipe(write(tmp_path, own='base = "base.toml"\n[trainer.loss]\nname = "gspo"\n'))
+    assert other.trainer.loss.model_dump()["clip_high"] != 0.28
+    table = load_recipe(write(tmp_path, own='base = "base.toml"\n[trainer.correction]\nveto = 0.5\n'))
+    assert table.trainer.correction.model_dump()["preset"] == "areal"
+
+
+def test_overrides_win_over_all_bases_and_config_prints_the_result(tmp_path: Path) -> None:
+    own = write(tmp_path, base=BASE, own='base = "base.toml"\n[run]\nseed = 3\n')
+    recipe = load_recipe(own, ["run.total_batches=9"])
+    assert recipe.run.total_batches == 9
+    whole = tomllib.loads(as_toml(recipe))
+    assert "base" not in whole and whole["run"]["seed"] == 3 and whole["trainer"]["loss"]["clip_high"] == 0.28
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        ({"own": 'base = "gone.toml"'}, ["gone.toml", "(base of ", "own.toml)", "no such file"]),
+        ({"own": "base = 3"}, ["own.toml: base: should be the path"]),
+        ({"own": 'base = "own.toml"'}, ["own.toml", "form a cycle (own.toml -> own.toml)"]),
+        (
+            {"a": 'base = "own.toml"', "own": 'base = "a.toml"'},
+            ["own.toml: its bases form a cycle (own.toml -> a.toml -> own.toml)"],
+        ),
+        ({"base": BASE, "own": 'base = "base.toml"\n[run]\nsed = 1'}, ["own.toml", "unknown key run.sed"]),
+    ],
+    ids=["missing", "no path", "itself", "cycle", "unknown key"],
+)
+def test_a_wrong_base_is_a_one_line_error(tmp_path: Path, texts: dict[str, str], says: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write(tmp_path, **texts))
+    assert all(words in str(error.value) for words in says), error.value

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandem.protos.errors import ConfigError
-from tandem.reward.options.tree import known_keys, tables
 from tandem.services.config.docs import as_toml, explained, keys, page
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides
@@ -317,16 +316,6 @@ def test_overrides_key_by_key_give_the_same_table(trainer: Trainer) -> None:
 
 
 # --- documentation of tables
-
-
-def test_known_keys_are_those_of_every_choice() -> None:
-    known = known_keys(Toy)
-    assert len(known) == len(set(known))
-    assert {f"{key.section}.{key.name}" for key in keys(Toy)} | {"trainer"} | {
-        table.path for table in tables(Toy)
-    } == set(known)
-    for key in ("trainer.loss", "trainer.loss.name", "trainer.loss.temperature", "trainer.adapters.rank"):
-        assert key in known
 
 
 def test_toml_marks_what_differs_from_the_default_of_the_chosen_table() -> None:

@@ -15,8 +15,7 @@ from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.errors import DataError
 from tandem.services.data import completions
 from tandem.services.data.completions import CompletionFile, Fields
-from tests.support.answer_files import answers, row
-from tests.support.dataset_files import write_lines, write_parquet
+from tests.support.dataset_files import answers, row, write_lines, write_parquet
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,20 +17,14 @@ from tandem.services.rpc.client import connect, translated
 from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import ControlServer
 from tandem.services.run.process_group import ProcessGroup
+from tests.services.run.conftest import Run
 from tests.support.redis_ring import SAMPLER, new_run, score, train
 from tests.support.run_inputs import small_values
 from tests.support.service_wire import ask_info, check_what_it_says
-from tests.support.stand_in_run import Run, stand_in_run
 from tests.support.waiting import eventually
 
 CONTROL_SERVICE = "tandem.v1.ControlService"
 RPC_SECONDS = 5.0
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with stand_in_run(tmp_path) as made:
-        yield made
 
 
 def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> None:

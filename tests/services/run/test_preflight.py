@@ -29,22 +29,9 @@ from tandem.services.run import model_check, preflight
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_disk, check_memory, check_recipe, check_service
-from tests.support.run_inputs import CONFIG, recipe_of, small_values, write_dataset
+from tests.support.run_inputs import CONFIG, Values, recipe_of, write_dataset
 
-Values = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides this machine's Redis setting, hub access and GPUs."""
-    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
-
-
-@pytest.fixture
-def values(tmp_path: Path) -> Values:
-    return small_values(tmp_path)
+pytestmark = pytest.mark.usefixtures("plain_machine")
 
 
 def refused(kind: type[UserError], recipe: Recipe, *says: str, resume: bool = False) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,17 +12,9 @@ from tandem.services.config import Recipe
 from tandem.services.run import model_check, preflight
 from tandem.services.run.preflight import check_memory, check_recipe, check_service
 from tests.services.run.test_preflight import refused
-from tests.support.run_inputs import CONFIG, recipe_of, small_values, write_model, write_safetensors
+from tests.support.run_inputs import CONFIG, Values, recipe_of, write_model, write_safetensors
 
-Values = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
-    """A recipe's values, on a machine without a GPU and with its own Redis."""
-    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
-    return small_values(tmp_path)
+pytestmark = pytest.mark.usefixtures("plain_machine")
 
 
 def test_incompatible_engine_settings_are_refused(values: Values) -> None:

@@ -14,9 +14,7 @@ from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.resume import FREE, check_resumable, forbidden_changes
 from tandem.trainer.config import TrainerConfig
-from tests.support.run_inputs import recipe_of, small_values
-
-Values = dict[str, dict[str, Any]]
+from tests.support.run_inputs import Values, recipe_of
 
 EVERY_TABLE: dict[str, Any] = {
     "advantage": "gae",
@@ -26,11 +24,6 @@ EVERY_TABLE: dict[str, Any] = {
     "selection": {"overlong_penalty": {"buffer_tokens": 4}, "reward_clip": [0.0, 1.0], "filtration": {}},
 }
 """A `[trainer]` that has every optional table."""
-
-
-@pytest.fixture
-def values(tmp_path: Path) -> Values:
-    return small_values(tmp_path)
 
 
 def begun(recipe: Recipe) -> Recipe:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -15,15 +13,9 @@ from tandem.protos import control_pb2, control_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rpc.client import connect
 from tandem.services.run.folder import CONFIG_FILE, running
+from tests.services.run.conftest import DEADLINE_SECONDS, Run
 from tests.support.processes import has_ended
-from tests.support.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with stand_in_run(tmp_path) as made:
-        yield made
 
 
 def test_a_run_shows_its_status_while_it_runs_and_its_ledger_afterwards(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""`tandem run` as a process, with small programs in place of the four services."""
+"""A small recipe, and `tandem run` on it as a process with small programs in place of the four services."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import redis
 
 from tandem.services.commands.status import ask_supervisor
 from tandem.services.config import dump_recipe
+from tandem.services.run import preflight
 from tandem.services.run.folder import RunAddress, running
 from tests.support.paths import ROOT
-from tests.support.run_inputs import recipe_of, small_values
+from tests.support.run_inputs import Values, recipe_of, small_values
 from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 30.0
@@ -107,10 +108,10 @@ class Run:
         return [*services, int(redis.Redis.from_url(address.redis_url).info("server")["process_id"])]
 
 
-@contextmanager
-def stand_in_run(folder: Path) -> Iterator[Run]:
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
     """A run whose processes end with the fixture."""
-    made = Run(folder)
+    made = Run(tmp_path)
     yield made
     for process in made.started:
         if process.poll() is None:
@@ -118,3 +119,17 @@ def stand_in_run(folder: Path) -> Iterator[Run]:
         process.wait(timeout=DEADLINE_SECONDS)
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    """The values of a small recipe."""
+    return small_values(tmp_path)
+
+
+@pytest.fixture
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides this machine's Redis setting, hub access and GPUs."""
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
