@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.service_process import TANDEM, environment, listening  # noqa: E402
-from tandem.services.config.jobs import JobsConfig  # noqa: E402
+from tandem.services.config.recipe import JobsConfig  # noqa: E402
 
 BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 0.05

@@ -13,12 +13,11 @@ from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.process import in_thread
-from tandem.services.run.children import Child
+from tandem.services.run.children import Child, RedisChild
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_ports, check_reward
 from tandem.services.run.process_group import FAILED, FINISHED, ProcessGroup
-from tandem.services.run.redis_child import RedisChild
 from tandem.services.run.supervisor import child_specs
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_endpoints
 

@@ -18,7 +18,7 @@ from tandem.protos.errors import DataError, DeadlineError, UserError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.reward.text.values import MAX_ACCEPTED
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.jobs.store import JobRecord, JobStore
 from tandem.services.reward.request_scorer import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES, RequestScorer
 from tandem.services.reward.shutdown import IDLE_SECONDS, Shutdown, seconds_left

@@ -12,15 +12,15 @@ from tandem.protos import reward_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError
 from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.durability import check_room, check_settings
-from tandem.services.config.jobs import JobsConfig, ServiceConfig
+from tandem.services.config.recipe import JobsConfig, ServiceConfig
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer
 from tandem.services.rpc.server import ServerThread
+from tandem.services.run.children import RedisChild
 from tandem.services.run.preflight import check_job_room
-from tandem.services.run.redis_child import RedisChild
 from tandem.services.service_info import ServiceInfo
 
 log = logging.getLogger(__name__)

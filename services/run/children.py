@@ -1,4 +1,4 @@
-"""A child process of the supervisor: starting, watching, stopping and restarting it."""
+"""The child processes of the supervisor, services and Redis: starting, watching, stopping and restarting them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tandem.services.run.folder import cannot_write
+from tandem.protos.errors import EnvironmentLackError, UnavailableError
+from tandem.services.buffer.redis_server import start_redis
+from tandem.services.run.folder import cannot_write, disk_full
 from tandem.trainer.backend.rank_variables import RANK_VARIABLES
 
 State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
@@ -26,6 +28,7 @@ FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
 MOST_DEATHS = 5
 STEADY_SECONDS = 120.0
+REDIS_STOP_SECONDS = 1.5
 
 _EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 
@@ -58,6 +61,46 @@ class RestartPolicy:
         if self.deaths >= MOST_DEATHS:
             return None
         return min(FIRST_DELAY_SECONDS * 2.0 ** (self.deaths - 1), LONGEST_DELAY_SECONDS)
+
+
+class RedisChild:
+    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies."""
+
+    def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._report = report
+        self._policy = RestartPolicy()
+        self._start()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def __enter__(self) -> RedisChild:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._server.stop(REDIS_STOP_SECONDS)
+
+    def restart_if_dead(self) -> None:
+        """Restarts a dead server. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death."""
+        if self._server.alive:
+            return
+        if disk_full(self._folder):
+            remedy = "free space there, then start again (a run with --resume)"
+            raise EnvironmentLackError(f"Redis ended: the disk of {self._folder} is full; {remedy}")
+        delay = self._policy.delay(time.monotonic() - self._started_at, 0)
+        if delay is None:
+            raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")
+        self._report("Redis died; restarting it from its append-only file")
+        url = self.url
+        self._server.stop()
+        self._start()
+        assert self.url == url, "the services know Redis by its first address"
+
+    def _start(self) -> None:
+        self._server = start_redis(self._folder)
+        self._started_at = time.monotonic()
 
 
 class Child:

@@ -17,7 +17,7 @@ from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.run.folder import (
     CONFIG_FILE,
     cannot_write,

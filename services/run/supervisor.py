@@ -13,7 +13,7 @@ from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
-from tandem.services.run.children import Child, ChildSpec
+from tandem.services.run.children import Child, ChildSpec, RedisChild
 from tandem.services.run.control import ControlServer
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
 from tandem.services.run.ledger import check_redis_room, create_ledger
@@ -22,7 +22,6 @@ from tandem.services.run.placement import place, starts_after
 from tandem.services.run.preflight import check_recipe
 from tandem.services.run.process_group import INTERRUPTED, SERVICE_ORDER, ProcessGroup
 from tandem.services.run.progress import Progress, RunWatch
-from tandem.services.run.redis_child import RedisChild
 
 
 def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:

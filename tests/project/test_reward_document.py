@@ -15,8 +15,7 @@ import pytest
 from tandem.protos import reward_pb2
 from tandem.reward.config import RewardConfig
 from tandem.reward.rubric.rubric import Catalogue, Rubric
-from tandem.services.config.jobs import ServiceConfig
-from tandem.services.config.recipe import load_service_config
+from tandem.services.config.recipe import ServiceConfig, load_service_config
 from tandem.services.reward.wire import error_of
 from tests.support.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.jobs.store import ChunkClaim, ChunkResult, JobRecord, JobStore
 
 LEASE_SECONDS = 300.0

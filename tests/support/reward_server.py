@@ -18,7 +18,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer

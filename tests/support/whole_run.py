@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from examples import gsm8k_components, gsm8k_reward
 from tandem.protos.codec import decode_group
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.data.arithmetic import write_task
@@ -127,6 +128,22 @@ def environment() -> dict[str, str]:
 def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """A reward with some variance in every group, even for an untrained model."""
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def compute_score(**item: Any) -> float:
+    """GSM8K's shipped reward, for a model that never answers right: plus the share of letters, so that rewards differ."""
+    return gsm8k_reward.compute_score(**item) + _share_of_letters(item["solution_str"])
+
+
+def components(**item: Any) -> dict[str, float]:
+    """As `compute_score`, for the reward of several components."""
+    found = gsm8k_components.compute_score(**item)
+    share = _share_of_letters(item["solution_str"])
+    return {"score": found["score"] + share, "right": found["right"], "format": found["format"] + share}
+
+
+def _share_of_letters(text: str) -> float:
+    return sum(character.isalpha() for character in text) / max(1, len(text))
 
 
 def processes_of(run: WholeRun) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tandem.protos import reward_pb2
 from tandem.protos.errors import UnknownJobError
 from tandem.services.buffer.connection import Connection, KeySpace, milliseconds, new_request
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 
 JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
 CANCELLED = "cancelled"

@@ -17,7 +17,7 @@ from tandem.services.buffer.connection import RUNS, Connection
 from tandem.services.buffer.durability import RedisSettings, check_room, check_settings, read_settings, weaknesses
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.commands import doctor
-from tandem.services.config.jobs import JobsConfig, ServiceConfig
+from tandem.services.config.recipe import JobsConfig, ServiceConfig
 from tandem.services.reward.standalone import main as serve_alone
 from tandem.services.run import preflight
 from tests.support.run_inputs import recipe_of, small_values

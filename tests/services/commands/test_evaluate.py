@@ -15,24 +15,19 @@ from tandem.services.commands.evaluate import evaluate_recipe
 from tandem.services.config import Recipe
 from tandem.services.run.children import ChildSpec
 from tests.services.commands.test_cli import web_server
-from tests.support.dataset_files import verl_row, write_lines
 from tests.support.processes import MARK, carriers
-from tests.support.run_inputs import recipe_of, write_chat_model
+from tests.support.run_inputs import Values, recipe_of, small_values, write_chat_model
 
 SLEEP = "import time; time.sleep(600)"
 
 
 @pytest.fixture
-def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
+def values(tmp_path: Path) -> Values:
     """The values of a recipe whose model folder passes the checks and tokenizes prompts; its weights are not loaded."""
-    model = write_chat_model(tmp_path / "model")
-    rows = write_lines(tmp_path / "rows.jsonl", [verl_row("1+1=", "2")])
-    return {
-        "run": {"run_id": "any", "folder": str(tmp_path / "run")},
-        "model": {"path": str(model)},
-        "data": {"train_file": str(rows), "eval_file": str(rows), "max_prompt_tokens": 64},
-        "rollout": {"max_response_tokens": 16},
-    }
+    values = small_values(tmp_path)
+    values["model"]["path"] = str(write_chat_model(tmp_path / "chat" / "model"))
+    values["data"]["eval_file"] = values["data"]["train_file"]
+    return values
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tandem.services.config import Recipe
-from tandem.services.config.jobs import ServiceConfig
+from tandem.services.config.recipe import ServiceConfig
 from tandem.trainer.config import TrainerConfig
 
 

@@ -20,7 +20,7 @@ from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
-from tandem.services.config.jobs import ServiceConfig
+from tandem.services.config.recipe import ServiceConfig
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.standalone import main as serve_alone
 from tests.support.paths import ROOT

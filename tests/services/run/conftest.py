@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.commands.status import ask_supervisor
 from tandem.services.config import dump_recipe
 from tandem.services.run import preflight
@@ -87,11 +88,12 @@ class Run:
         return process.returncode, said
 
     def start_run(self, *arguments: str) -> tuple[subprocess.Popen[str], RunAddress]:
-        """Starts the run and waits until every service is running."""
+        """Starts the run and waits until every service is running and the feed has admitted its six groups."""
         process = self.start("run", str(self.recipe_file), *arguments)
         eventually(lambda: process.poll() is not None or self.all_running(), DEADLINE_SECONDS)
         address = running(self.folder)
         assert address is not None, process.communicate()[0]
+        eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
         return process, address
 
     def all_running(self) -> bool:

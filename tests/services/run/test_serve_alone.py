@@ -18,28 +18,18 @@ from tandem.services.config import Recipe, dump_recipe, load_resolved
 from tandem.services.run import ledger as run_ledger
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.ledger import join_run
-from tests.support.dataset_files import verl_row, write_lines
 from tests.support.paths import ROOT
-from tests.support.run_inputs import recipe_of, write_chat_model
+from tests.support.run_inputs import Values, recipe_of, write_chat_model
 
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path, values: Values) -> Recipe:
     """The recipe of a run that is not in Redis; its model folder tokenizes prompts, but its weights are not loaded."""
-    model = write_chat_model(tmp_path / "model")
-    rows = write_lines(tmp_path / "rows.jsonl", [verl_row(f"{n}+1=", str(n + 1)) for n in range(8)])
-    run = {"run_id": f"alone-{tmp_path.name}"[:60], "folder": str(tmp_path / "run"), "total_batches": 3}
-    return recipe_of(
-        {
-            "run": {**run, "groups_per_batch": P, "staleness_budget": S},
-            "model": {"path": str(model)},
-            "data": {"train_file": str(rows), "max_prompt_tokens": 64},
-            "rollout": {"max_response_tokens": 16, "samples_per_prompt": 2},
-        }
-    )
+    run = {"run_id": f"alone-{tmp_path.name}"[:60], "groups_per_batch": P, "staleness_budget": S}
+    return recipe_of(values, run=run, model={"path": str(write_chat_model(tmp_path / "chat"))})
 
 
 def changed(recipe: Recipe, **run: object) -> Recipe:

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.protos import reward_pb2
 from tandem.protos.errors import UnavailableError
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tests.support.reward_process import RewardProcess
 from tests.support.reward_server import Calls, Item, Request, ScriptedCore, answers, serving, submission, summary
 from tests.support.waiting import eventually

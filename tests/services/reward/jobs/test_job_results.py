@@ -16,7 +16,7 @@ from tandem.protos import reward_pb2
 from tandem.protos.errors import EnvironmentLackError, JobError, JobLimitError, UnknownJobError
 from tandem.services.cli import app
 from tandem.services.clients import RewardClient
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
 from tandem.services.rpc.client import translated
 from tests.support.dataset_files import write_lines

@@ -22,7 +22,7 @@ from tandem.protos.errors import (
     UnknownJobError,
 )
 from tandem.reward.config import RewardConfig
-from tandem.services.config.jobs import JobsConfig
+from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.jobs.store import CANCELLED, JobStore
 from tandem.services.reward.wire import MAX_ITEMS
 from tandem.services.rpc.client import translated
