@@ -131,7 +131,7 @@ def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_in
 
 
 def compute_score(**item: Any) -> float:
-    """GSM8K's shipped reward, for a model that never answers right: plus the share of letters, so that rewards differ."""
+    """GSM8K's shipped reward plus the share of letters, so that rewards differ though no answer is right."""
     return gsm8k_reward.compute_score(**item) + _share_of_letters(item["solution_str"])
 
 
