@@ -43,7 +43,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (the lock is held until __exit__)
+            self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open until __exit__)
         except OSError as error:
             raise cannot_write(folder, error) from None
         if not lock_file(self._file, _LOCK_WAIT_SECONDS):
