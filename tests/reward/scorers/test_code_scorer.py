@@ -238,7 +238,7 @@ def test_all_or_nothing_stops_at_the_first_failure_and_partial_credit_does_not()
     ],
 )
 def test_a_program_that_fails_is_a_wrong_answer(program: str, counter: str) -> None:
-    score = judge(program, DOUBLE_TESTS, seconds_per_test=0.5, memory_bytes=256 << 20)
+    score = judge(program, DOUBLE_TESTS, seconds_per_test=0.5 if counter == "time" else 20.0, memory_bytes=256 << 20)
     assert isinstance(score, Scored) and score.value == 0.0
     assert counted(score) == {counter: 1.0, "not_run": 2.0, "total": 3.0}
 
