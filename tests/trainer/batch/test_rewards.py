@@ -163,6 +163,22 @@ def test_rows_that_selection_drops_have_no_weight() -> None:
     assert targets.counts_R.tolist() == [2.0, 0.0, 0.0, 0.0]
 
 
+def test_of_all_finish_reasons_only_length_is_overlong() -> None:
+    group = make_group(0, rewards=[1.0, 0.0, 0.5, 0.5])
+    rows = tuple(
+        replace(row, trajectory=replace(row.trajectory, finish_reason=reason))
+        for row, reason in zip(group.scored_rows, ("stop", "length", "abort", "error"), strict=True)
+    )
+    _, targets = targets_of([replace(group, rows=rows)], {"selection": {"overlong_filter": True}})
+    assert targets.counts_R.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_reward_that_is_not_finite_is_refused_before_it_is_clipped() -> None:
+    group = make_group(0, num_samples=2, rewards=[1.0, math.inf])
+    with pytest.raises(DataError, match="finite"):
+        targets_of([group], {"selection": {"reward_clip": [0.0, 1.0]}})
+
+
 def test_equal_rewards_are_counted() -> None:
     groups = [
         make_group(0, rewards=[1.0, 1.0], num_samples=2),
