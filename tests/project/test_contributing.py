@@ -112,6 +112,7 @@ def test_every_diff_is_used_and_touches_few_files_in_one_folder() -> None:
         assert len({str(Path(file).parent) for file in files}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thing", USES)
 def test_the_code_that_a_diff_adds_works(thing: str, copied_sources: Path, tmp_path: Path) -> None:
     links = copied_sources / "build" / "links"

@@ -17,6 +17,8 @@ SCORE = """
 import sys
 from tandem import RewardClient, Scored, ScoreItem
 
+pytestmark = pytest.mark.slow
+
 items = [ScoreItem("test", str(number), "1") for number in range(3)]
 with RewardClient(sys.argv[1]) as client:
     scores = client.score(items, '[[components]]\\nscorer = "exact"')

@@ -23,6 +23,7 @@ PROMPT = list(range(10, 22))
 CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_prompt=4)
 
 
+@pytest.mark.system
 def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "model", hidden=64)
     with EngineProcess(SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)) as engine:

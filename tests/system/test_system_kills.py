@@ -52,6 +52,7 @@ def resume(run: WholeRun) -> None:
     check_finished(run)
 
 
+@pytest.mark.system
 @pytest.mark.timeout(240)
 def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
     run, supervisor = started(tmp_path, 6)

@@ -70,7 +70,7 @@ class Ranks:
     reports: list[Any]
 
 
-@pytest.fixture(scope="session", params=[2, 4])
+@pytest.fixture(scope="session", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(
     request: pytest.FixtureRequest, model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:

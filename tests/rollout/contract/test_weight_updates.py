@@ -22,7 +22,7 @@ from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_ring import LONG, SHORT, TIMEOUT, AdapterRing, Policy, Ring, spanned_errors
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param, hidden=64, ends=False)
 

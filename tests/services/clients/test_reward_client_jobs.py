@@ -119,6 +119,7 @@ def test_a_watch_of_a_job_that_does_not_end_has_a_deadline(service: ScriptedRewa
 # --- the real service ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.timeout(240)
 def test_a_submission_and_a_watch_survive_kill_9_of_the_service(tmp_path: Path) -> None:
     """Every item is scored once, though the service is killed during the submission and again during the watch."""

@@ -34,6 +34,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, probe: dict[str, object]) -> tuple
     return run_doctor(console), console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_imports_of_this_machine_are_reported_as_working() -> None:
     probe = probe_imports()
     assert "error" not in probe

@@ -121,6 +121,7 @@ def score_request() -> reward_pb2.ScoreRequest:
     )
 
 
+@pytest.mark.system
 def test_a_killed_service_loses_no_group(buffer: Buffer, start: Start) -> None:
     first = start()
     eventually(lambda: "reward" in buffer.services())

@@ -205,6 +205,7 @@ def test_an_answer_sampled_by_two_versions_is_refused_where_one_is_required(
             asked.result()
 
 
+@pytest.mark.system
 def test_sigterm_ends_it_within_seconds_and_kill_9_leaves_nothing(
     ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:

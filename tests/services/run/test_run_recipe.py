@@ -62,6 +62,7 @@ def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_name
     assert running(run.folder) is None
 
 
+@pytest.mark.system
 def test_a_redis_that_dies_is_restarted_with_its_data(run: Run) -> None:
     _process, address = run.start_run()
     before = run.pids()
@@ -73,6 +74,7 @@ def test_a_redis_that_dies_is_restarted_with_its_data(run: Run) -> None:
     assert run.tandem("ledger", str(run.folder))[0] == 0
 
 
+@pytest.mark.system
 def test_a_run_ended_by_kill_9_leaves_no_process_and_is_resumed(run: Run) -> None:
     process, _address = run.start_run()
     pids = run.pids()

@@ -24,6 +24,8 @@ CHUNK_ITEMS = 5
 SLOW = """
 import pathlib, time
 
+pytestmark = pytest.mark.system
+
 GO_ON = pathlib.Path(__file__).with_name("go on")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
