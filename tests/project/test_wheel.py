@@ -13,11 +13,11 @@ from tests.support.paths import ROOT
 from tests.support.reward_process import running_reward
 from tests.support.wheels import SOURCES, build_wheel, copy_sources, fresh_environment, with_extra
 
+pytestmark = pytest.mark.slow
+
 SCORE = """
 import sys
 from tandem import RewardClient, Scored, ScoreItem
-
-pytestmark = pytest.mark.slow
 
 items = [ScoreItem("test", str(number), "1") for number in range(3)]
 with RewardClient(sys.argv[1]) as client:

@@ -18,13 +18,13 @@ from tests.support.reward_process import RewardProcess
 from tests.support.reward_server import Calls, Item, Request, ScriptedCore, answers, serving, submission, summary
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.system
+
 NUM_CHUNKS = 60
 CHUNK_ITEMS = 5
 
 SLOW = """
 import pathlib, time
-
-pytestmark = pytest.mark.system
 
 GO_ON = pathlib.Path(__file__).with_name("go on")
 
