@@ -11,6 +11,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from tandem.protos.contracts import Score
+from tandem.protos.errors import UserError
 from tandem.services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
 from tandem.services.clients.item_reader import Items
 
@@ -109,7 +110,10 @@ class RewardClient:
             yield from enumerate(event.results, start=event.first_item)
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
-        """Waits for the result. Every call inside has a deadline."""
+        """Waits for the result. Every call inside has a deadline. Raises UserError if the client is closed."""
+        if not self._finalizer.alive:
+            work.close()
+            raise UserError("this client is closed; make another one")
 
         async def run() -> T:
             return await work

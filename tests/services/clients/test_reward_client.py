@@ -263,10 +263,14 @@ def test_one_client_serves_many_threads(client: RewardClient) -> None:
     assert found == [[float(number)] for number in range(64)]
 
 
-def test_a_closed_client_may_be_closed_again(address: str) -> None:
+def test_a_closed_client_may_be_closed_again_and_refuses_calls(address: str) -> None:
     client = RewardClient(address)
     client.close()
     client.close()
+    with pytest.raises(UserError, match="this client is closed"):
+        client.score(items_of(1))
+    with pytest.raises(UserError, match="this client is closed"):
+        list(client.score_stream(items_of(1)))
 
 
 # --- batches of items: each item once, within the limits, no group split ----------------------------------------------
