@@ -52,7 +52,7 @@ check-protos:
 	@deploy/protos.sh --check
 
 check-docs:
-	@$(BIN)/python -m services.config.docs --check
+	@$(BIN)/python -m tandem.services.config.docs --check
 
 bench: setup  ## the share of time in which sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
@@ -70,7 +70,7 @@ protos: setup  ## regenerate the stubs of protos/*.proto
 	@deploy/protos.sh
 
 docs: setup  ## regenerate docs/configuration.md from the configuration models
-	@$(BIN)/python -m services.config.docs
+	@$(BIN)/python -m tandem.services.config.docs
 
 lock:  ## rewrite constraints-cpu.txt from a fresh install of pyproject.toml's ranges
 	@deploy/setup.sh --lock

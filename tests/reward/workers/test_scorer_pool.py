@@ -282,7 +282,7 @@ def test_a_daemon_is_killed_while_its_worker_lives(make_pool: Make, spec: Scorer
 @pytest.mark.parametrize("doing", ["spin", "child", "daemon"])
 def test_all_processes_end_when_the_service_is_killed(trouble: str, doing: str) -> None:
     code = (
-        "from reward.config import RewardConfig\n"
+        "from tandem.reward.config import RewardConfig\n"
         "from tandem.reward.workers.pool import ScorerPool\n"
         "from tandem.reward.registry import make_spec\n"
         "from tandem.protos.contracts import ScoreItem\n"

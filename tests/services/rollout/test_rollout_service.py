@@ -221,6 +221,7 @@ def test_a_group_that_fails_is_released_and_the_others_go_on(buffer: Buffer, err
     engine.errors["0-0", 1] = error
     wanted = {outcome: 1, "generated_waiting": 1}
     run_worker(buffer, engine, lambda: wanted.items() <= buffer.counts().items())
+    assert buffer.counts()["outstanding"] == 1 and buffer.verify() == []
 
 
 @pytest.mark.parametrize("aborted", [{0, 1, 2}, {3}], ids=["answers", "the greedy answer"])

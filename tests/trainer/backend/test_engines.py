@@ -168,7 +168,8 @@ from tandem.trainer.learner import Learner
 config = TrainerConfig(backend="fsdp", lora={"rank": 2}, advantage="gae")
 Learner(config, model_path=sys.argv[1], total_batches=1, seed=0, max_response_tokens=4).close()
 """
-    subprocess.run([sys.executable, "-c", program, str(model)], check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @every_engine
