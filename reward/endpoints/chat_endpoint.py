@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,15 +88,14 @@ class ChatEndpoint(Endpoint):
             raise ValueError(f"extra_body must not hold {own[0]}")
         super().model_post_init(context)
         limits = (self.requests_per_minute, self.tokens_per_minute)
-        self._limiter = RateLimiter([RateLimit(most) for most in limits if most])
-        self._meter = SpendMeter(self.max_spend or None)
+        self._limiter = RateLimiter([RateLimit(most or math.inf) for most in limits])
+        self._meter = SpendMeter(self.max_spend)
 
     @property
     def _url(self) -> str:
         return f"{self.base_url.rstrip('/')}/chat/completions"
 
     def figures(self) -> dict[str, float]:
-        """Requests sent and money spent since the start, and the questions that wait now."""
         return {**super().figures(), "judge_spent": self._meter.spent}
 
     def _waiting(self, priority: Priority) -> int:
@@ -158,7 +158,7 @@ class ChatEndpoint(Endpoint):
             spent = f"{self._meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
             return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
         try:
-            return await self._limiter.take(self._amounts(quote.tokens), session.priority, again=again)
+            return await self._limiter.take([1, quote.tokens], session.priority, again=again)
         except BaseException:
             self._meter.charge(quote.highest_price, 0.0)
             raise
@@ -188,10 +188,7 @@ class ChatEndpoint(Endpoint):
             return self._verdict(reply)
         finally:
             self._meter.charge(quote.highest_price, price)
-            self._limiter.settle(taken, self._amounts(tokens))
-
-    def _amounts(self, tokens: int) -> list[int]:
-        return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
+            self._limiter.settle(taken, [1, tokens])
 
     def _used(self, reply: object, quote: Quote) -> tuple[int, float]:
         """Tokens and price according to the reply's `usage`; the estimate without one."""

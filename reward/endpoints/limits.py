@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.reward.scheduling.admission_queue import AdmissionQueue
 from tandem.reward.scheduling.priority_queue import Priority
@@ -38,7 +37,7 @@ class RateLimit:
     used. It reads no clock: callers pass `now` in seconds, which must not decrease.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: float) -> None:
         self.most = most
         self._seconds_a_unit = _MINUTE / most
         self._next_at = -math.inf
@@ -95,7 +94,7 @@ class RateLimiter(AdmissionQueue):
 
         def take() -> float:
             now = clock()
-            seconds = max((limit.delay(amount, now) for limit, amount in wanted), default=0.0)
+            seconds = max((limit.delay(amount, now) for limit, amount in wanted))
             if seconds <= 0.0:
                 taken.extend(limit.take(amount, now) for limit, amount in wanted)
             return seconds
@@ -104,20 +103,19 @@ class RateLimiter(AdmissionQueue):
         return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
-        """Corrects the estimates passed to `take`."""
         for limit, one, amount in zip(self._limits, taken, amounts, strict=True):
             limit.settle(one, amount)
         self.wake()
 
 
 class SpendMeter:
-    """Counts the money spent since the process started, in the currency of the prices; `most` None: no cap.
+    """Counts the money spent since the process started, in the currency of the prices; `most` 0: no cap.
 
     The highest price of a request is reserved before it and the true one charged after it: `most` is never exceeded.
     """
 
-    def __init__(self, most: float | None) -> None:
-        self._most = None if most is None else round(most * _NANO)
+    def __init__(self, most: float) -> None:
+        self._most = round(most * _NANO) if most else math.inf
         self._spent = 0
         self._reserved = 0
         self._queue = AdmissionQueue()
@@ -127,31 +125,19 @@ class SpendMeter:
         """Money charged so far."""
         return self._spent / _NANO
 
-    @property
-    def reserved(self) -> float:
-        """Money reserved for running requests."""
-        return self._reserved / _NANO
-
-    def offer(self, highest: float) -> Literal["granted", "later", "never"]:
-        """Reserves the price if it fits (`granted`). `later`: it may fit once running requests are charged."""
-        price = _up(highest)
-        if self._most is not None:
-            if self._spent + price > self._most:
-                return "never"
-            if self._spent + self._reserved + price > self._most:
-                return "later"
-        self._reserved += price
-        return "granted"
-
     async def reserve(self, highest: float, priority: Priority = "calls", *, again: bool = False) -> bool:
         """Reserves the price, in turn as `RateLimiter.take`. Returns False if it exceeds the cap."""
-        granted = False
+        price, granted = _up(highest), False
 
         def take() -> float:
             nonlocal granted
-            answer = self.offer(highest)
-            granted = answer == "granted"
-            return math.inf if answer == "later" else 0.0
+            if self._spent + price > self._most:
+                return 0.0
+            if self._spent + self._reserved + price > self._most:
+                return math.inf  # it may fit once running requests are charged
+            self._reserved += price
+            granted = True
+            return 0.0
 
         def give_back() -> None:
             if granted:

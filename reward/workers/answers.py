@@ -45,44 +45,26 @@ def encode_score(score: Score) -> bytes:
     for value in (score.value, *score.breakdown.values()):
         if not math.isfinite(value):
             return json.dumps(["infrastructure", f"the scorer answered {value}, not a finite number"]).encode()
-    if score.breakdown:
-        return json.dumps([score.value, dict(score.breakdown)]).encode()
-    return b"[%a]" % (float(score.value),)
+    return json.dumps([float(score.value), dict(score.breakdown)]).encode()
 
 
 def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "memory", "stray"]]:
     """The scores up to the first payload that is none, and what that is: `memory` (the worker has none) or `stray`."""
     scores: list[Score] = []
-    for one in _parsed(found):
-        score = _score(one)
-        if score is None:
-            return scores, "memory" if one == {"memory": True} else "stray"
-        scores.append(score)
-    return scores, "" if len(scores) == len(found) else "stray"
-
-
-def _parsed(found: Sequence[bytes]) -> list[object]:
-    try:
-        parsed: list[object] = json.loads(b"[" + b",".join(found) + b"]")  # one call for all: most are short
-        if len(parsed) == len(found):
-            return parsed
-    except (ValueError, RecursionError):
-        pass
-    parsed = []
     for one in found:
         try:
-            parsed.append(json.loads(one))
+            answer = json.loads(one)
         except (ValueError, RecursionError):
-            break
-    return parsed
+            return scores, "stray"
+        score = _score(answer)
+        if score is None:
+            return scores, "memory" if answer == {"memory": True} else "stray"
+        scores.append(score)
+    return scores, ""
 
 
-def _score(found: object) -> Score | None:
-    if type(found) is list and len(found) == 1 and type(found[0]) is float and math.isfinite(found[0]):
-        return Scored(found[0])  # nearly all are of this form
-    match found:
-        case [float() | int() as value] if _is_finite(value):
-            return Scored(value)
+def _score(answer: object) -> Score | None:
+    match answer:
         case [float() | int() as value, dict() as breakdown] if all(map(_is_finite, [value, *breakdown.values()])):
             return Scored(value, breakdown)
         case [str() as reason, str() as detail] if reason in _REASONS:

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 from tandem.reward.config import RewardConfig
 from tandem.reward.workers.child_process import ChildProcess, is_stopped
@@ -23,8 +22,8 @@ _END_SECONDS = 10.0
 class Launchers:
     """Starts workers. One launcher per set of preloaded modules: none imports while it has workers. Thread-safe."""
 
-    def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
-        self._make = partial(_Launcher, config, startup_seconds)
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
         self._lock = threading.Lock()
         self._by_preload: dict[tuple[str, ...], _Launcher] = {}
         self._closed = False
@@ -34,7 +33,7 @@ class Launchers:
         with self._lock:
             if self._closed:
                 raise OSError("the pool is closed")
-            launcher = self._by_preload.setdefault(tuple(preload), self._make())
+            launcher = self._by_preload.setdefault(tuple(preload), _Launcher(self._config))
         return launcher.spawn(preload)
 
     def close(self) -> None:
@@ -47,9 +46,8 @@ class Launchers:
 class _Launcher:
     """A process that forks workers (`launcher.main`). It is replaced if it ended or does not answer. Thread-safe."""
 
-    def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._startup_seconds = startup_seconds
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
         self._failures = 0
@@ -57,16 +55,21 @@ class _Launcher:
 
     def spawn(self, preload: Sequence[str]) -> WorkerProcess:
         """A fresh worker. Raises OSError if neither this launcher process nor a new one gives one."""
-        asked: list[ChildProcess] = []
-        try:
-            return self._spawn(preload, asked)
-        except OSError:
-            if not asked or not self._replace(asked[0]):
-                raise
-            return self._spawn(preload, asked)
+        replaced = False
+        while True:
+            connection, output, control, process = self._request(preload)
+            try:
+                worker = WorkerProcess(connection, output, control, process, self._config)
+            except OSError:
+                if replaced or not self._replace(process):
+                    raise
+                replaced = True
+            else:
+                self._failures = 0
+                return worker
 
-    def _spawn(self, preload: Sequence[str], asked: list[ChildProcess]) -> WorkerProcess:
-        """`asked`: gets the process that took the request."""
+    def _request(self, preload: Sequence[str]) -> tuple[socket.socket, int, socket.socket, ChildProcess]:
+        """Our ends of a worker's socket, output and control socket, and the process that took the request for it."""
         config = self._config
         times = {"seconds": config.timeout_seconds, "cpu_seconds": config.cpu_seconds}
         request = {"preload": list(preload), "limits": {**config.limits.model_dump(), **times}}
@@ -76,7 +79,7 @@ class _Launcher:
         try:
             with theirs, their_control:
                 descriptors = [theirs.fileno(), their_output, their_control.fileno()]
-                asked.append(self._ask(json.dumps(request).encode(), descriptors))
+                process = self._ask(json.dumps(request).encode(), descriptors)
         except OSError:
             connection.close()
             control.close()
@@ -84,9 +87,7 @@ class _Launcher:
             raise
         finally:
             os.close(their_output)
-        worker = WorkerProcess(connection, output, control, asked[-1], config, self._startup_seconds)
-        self._failures = 0
-        return worker
+        return connection, output, control, process
 
     def _replace(self, process: ChildProcess) -> bool:
         """Whether to ask another process, after this one gave no worker: if it has ended, is stopped, or failed the

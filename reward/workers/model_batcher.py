@@ -70,12 +70,6 @@ class ModelBatcher:
         self._start_after = 0.0
         self._last_failure = ""
 
-    @property
-    def pid(self) -> int:
-        """Id of the process, 0 if there is none."""
-        process = self._process
-        return process.pid if process is not None else 0
-
     def start(self) -> None:
         """Loads the model now. Raises ScorerError if it cannot be loaded."""
         wanted: Future[str] = Future()

@@ -21,8 +21,6 @@ from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request, encode
 from tandem.reward.workers.worker_process import Outcome, WorkerProcess
 
-STARTUP_SECONDS = 60.0
-"""Time limit for the construction of a judge: a user's module may import much."""
 _CHUNK_SECONDS = 0.02  # target length of a chunk: bounds how long a higher priority waits for a lower one
 _FIRST_CHUNK_ITEMS = 8  # of a scorer that was not timed yet
 _SHARED_SECONDS = 0.001  # a chunk of less is not split among workers
@@ -37,9 +35,9 @@ _CHUNK_BYTES = 1 << 20
 class ScorerPool:
     """Runs any number of scorers for any number of callers in `num_workers` processes. Thread-safe."""
 
-    def __init__(self, config: RewardConfig, *, startup_seconds: float = STARTUP_SECONDS) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self.launchers = Launchers(config, startup_seconds)
+        self.launchers = Launchers(config)
         self.closing = False
         self.replaced_workers = 0
         self._work = threading.Condition()
@@ -87,7 +85,6 @@ class ScorerPool:
             self._open_requests.discard(request)
 
     def figures(self) -> dict[str, float]:
-        """Totals since the start, and the requests that wait now."""
         with self._work:
             return {
                 **{f"worker_items_{priority}": float(self._figures[priority]) for priority in PRIORITIES},

@@ -30,6 +30,8 @@ from tandem.reward.workers.child_process import (
 
 _MAX_ANSWER_BYTES = 1 << 20
 LAUNCH_SECONDS = 30.0
+STARTUP_SECONDS = 60.0
+"""Time limit for the construction of a judge: a user's module may import much."""
 _STATUS_CHECK_SECONDS = 0.2  # how often it is checked whether a launcher that does not answer is stopped
 _EXIT_SECONDS = 5.0  # for a process that is exiting: takes long only on a busy machine
 _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
@@ -68,7 +70,6 @@ class WorkerProcess:
     Args:
         output: the pipe that the worker prints to.
         control: to the launcher, which reports the worker's process id and exit status there, and kills on request.
-        startup_seconds: time limit for the construction of a judge.
 
     Raises OSError if the launcher gave no process.
     """
@@ -80,10 +81,9 @@ class WorkerProcess:
         control: socket.socket,
         launcher: ChildProcess,
         config: RewardConfig,
-        startup_seconds: float,
     ) -> None:
         self._connection, self._output, self._control = connection, output, control
-        self._launcher, self._config, self._startup_seconds = launcher, config, startup_seconds
+        self._launcher, self._config = launcher, config
         self._channel = LineChannel(connection, output)
         self._loaded: set[str] = set()
         self._pace = 0.0
@@ -134,7 +134,7 @@ class WorkerProcess:
         outcome = Outcome(answers)
         known = spec.key in self._loaded
         try:
-            first, rest = self._first_line(self._config.timeout_seconds if known else self._startup_seconds)
+            first, rest = self._first_line(self._config.timeout_seconds if known else STARTUP_SECONDS)
         except _OverError as error:
             # If it had the judge, no item here is to blame. If it was building it, the judge is, unless earlier items
             # may have left something behind that wrote to the channel or read from it.

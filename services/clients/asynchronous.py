@@ -38,7 +38,6 @@ from tandem.services.rpc.client import connect_async, translated
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256
 """Target size of a chunk of a job. A chunk is stored, leased and scored as a whole."""
-CHUNK_BYTES = 1 << 20
 REQUEST_ITEMS = 128
 """Target size of a request of `score`."""
 REQUESTS_IN_FLIGHT = 4
@@ -101,7 +100,7 @@ class AsyncRewardClient:
             ScorerError: the rubric cannot be used.
             TandemError: the service cannot be reached, misses the deadline, or fails.
         """
-        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).minus(rubric)
+        limits = await self._limits(REQUEST_ITEMS, rubric)
         encoded = [encode(index, item, limits) for index, item in enumerate(items)]
         results: list[Score | None] = [item.fault for item in encoded]
         sendable = [item for item in encoded if item.fault is None]
@@ -132,7 +131,7 @@ class AsyncRewardClient:
 
     async def score_batches(self, items: Items, rubric: str = "") -> AsyncGenerator[list[Score]]:
         """As `score_stream`, with the scores of each reply in one list."""
-        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).minus(rubric)
+        limits = await self._limits(REQUEST_ITEMS, rubric)
         reader = ItemReader(items, limits, linger_seconds=_LINGER_SECONDS)
         stream = ScoreStream(reader, rubric, self._timeout, StreamRetry(self._retry_seconds, self._timeout))
         with self._address_named(), closing(stream):
@@ -173,7 +172,7 @@ class AsyncRewardClient:
             ScorerError: the rubric cannot be used.
             TandemError: the service cannot be reached, or the submission makes no progress.
         """
-        limits = (await self._limits(CHUNK_ITEMS, CHUNK_BYTES)).minus(rubric)
+        limits = await self._limits(CHUNK_ITEMS, rubric)
         if not key and isinstance(items, Sequence):
             key = await asyncio.to_thread(job_key, items, rubric, priority)
         key = key or f"once-{uuid.uuid4().hex}"
@@ -248,9 +247,9 @@ class AsyncRewardClient:
     async def _job(self, method: str, request: Callable[..., Message], job_id: str) -> Job:
         return job_from_proto(await self._call(method, request(job_id=as_text("job_id", job_id))))
 
-    async def _limits(self, target_items: int, target_bytes: int) -> Limits:
+    async def _limits(self, target_items: int, rubric: str) -> Limits:
         known = self._known or await self.scorers()
-        return Limits.of(known.limits, target_items=target_items, target_bytes=target_bytes)
+        return Limits.of(known.limits, rubric, target_items)
 
     async def _stub(self) -> Stub:
         if self._channel is None:

@@ -66,17 +66,14 @@ class ItemReader:
                 return early
 
     def close(self) -> None:
-        """Stops reading."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
         self._ended = True
 
     def _read_plain(self, items: Iterator[ScoreItem | Unscored]) -> None:
-        for item in items:
-            if self._take(item):
-                return
-        self._end()
+        if not any(map(self._take, items)):
+            self._end()
 
     async def _read_arriving(self, items: AsyncIterator[ScoreItem | Unscored]) -> None:
         async for item in items:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Parameter, Score, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import DataError
-from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
+from tandem.services.reward.wire import score_of
 
 JobState = Literal["open", "running", "done", "cancelled", "expired"]
 ItemMessage = reward_pb2.ScoreRequest.Item
@@ -18,6 +18,7 @@ ItemMessage = reward_pb2.ScoreRequest.Item
 _STATES: dict[int, JobState] = {getattr(reward_pb2.Job, state.upper()): state for state in get_args(JobState)}
 _FRAME_BYTES = 6  # tag and length of an item in its request
 _HEAD_BYTES = 256  # what a request holds besides items and rubric
+_TARGET_BYTES = 1 << 20
 _MAX_FAULT = 300
 
 
@@ -86,7 +87,6 @@ def job_from_proto(message: reward_pb2.Job) -> Job:
 
 
 def scorers_from_proto(message: reward_pb2.ListScorersReply) -> Scorers:
-    """The scorers, limits and default rubric of a message."""
     infos = []
     for one in message.scorers:
         parameters = tuple(Parameter(p.name, p.type, p.default, p.description) for p in one.parameters)
@@ -145,19 +145,16 @@ class Limits:
     target_bytes: int
 
     @classmethod
-    def of(cls, limits: Mapping[str, float], *, target_items: int, target_bytes: int) -> Limits:
-        """From the limits that a service reports."""
-        max_items = int(limits.get("max_items_per_request", MAX_ITEMS))
-        max_bytes = int(limits.get("max_request_bytes", MAX_REQUEST_BYTES)) - _HEAD_BYTES
-        return cls(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
-
-    def minus(self, rubric: str) -> Limits:
-        """The limits for the items of a request with this rubric. Raises DataError if no room is left."""
-        left = self.max_bytes - len(as_text("the rubric", rubric).encode())
+    def of(cls, limits: Mapping[str, float], rubric: str, target_items: int) -> Limits:
+        """For the items of a request with this rubric to a service with these limits. Raises DataError if no room is
+        left.
+        """
+        max_items = int(limits["max_items_per_request"])
+        max_bytes = int(limits["max_request_bytes"]) - _HEAD_BYTES
+        left = max_bytes - len(as_text("the rubric", rubric).encode())
         if left <= 0:
-            most = f"a whole request may have {self.max_bytes:,} bytes"
-            raise DataError(f"the rubric has {len(rubric):,} characters; {most}")
-        return Limits(self.max_items, left, self.target_items, min(self.target_bytes, left))
+            raise DataError(f"the rubric has {len(rubric):,} characters; a whole request may have {max_bytes:,} bytes")
+        return cls(max_items, left, min(target_items, max_items), min(_TARGET_BYTES, left))
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,10 +150,7 @@ class Submission:
         self._changed = asyncio.Event()
 
     async def run(self, stub: Stub) -> Job:
-        """Submits until the job is sealed, and returns it. A job that is sealed already is returned as it is. Raises
-        TandemError if the service refuses the job, cannot be reached, or makes no progress, and DataError if the job of
-        this key holds other items.
-        """
+        """Submits until the job is sealed, and returns it. Raises as `AsyncRewardClient.submit`."""
         while True:
             failure: grpc.RpcError | None = None
             answered = asyncio.Event()
@@ -226,27 +223,24 @@ class Submission:
 async def watch_job(
     stub: Stub, request: reward_pb2.WatchJobRequest, retry: StreamRetry, deadline: float
 ) -> AsyncGenerator[JobEvent]:
-    """A job's events after a cursor, until it has ended and the results that are wanted were sent. Raises TandemError
-    if there is no such job, the service cannot be reached, or the deadline (monotonic) has passed.
+    """A job's events after the request's cursor, which it moves. `deadline` is monotonic. Raises as
+    `AsyncRewardClient.watch`.
     """
-    cursor, ended = request.after_cursor, False
+    ended = False
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(f"job {request.job_id} has not ended within the time given; it goes on, watch it again")
         failure: grpc.RpcError | None = None
-        resumed = reward_pb2.WatchJobRequest(
-            job_id=request.job_id, with_results=request.with_results, after_cursor=cursor
-        )
-        call = stub.WatchJob(resumed, timeout=min(left, STREAM_SECONDS))
+        call = stub.WatchJob(request, timeout=min(left, STREAM_SECONDS))
         try:
             async for message in call:
                 if message.WhichOneof("event") == "error":
                     raise error_of(message.error)
                 results = tuple(score_from_proto(item) for item in message.results.items)
                 job = job_from_proto(message.job)
-                cursor, ended = max(cursor, message.cursor), job.ended
-                retry.answered(cursor)
+                request.after_cursor, ended = max(request.after_cursor, message.cursor), job.ended
+                retry.answered(request.after_cursor)
                 yield JobEvent(job, message.cursor, message.results.first_item, results)
             if ended:
                 return
@@ -276,9 +270,7 @@ class ScoreStream:
         self._room = asyncio.Event()
 
     async def run(self, stub: Stub) -> AsyncGenerator[list[Score]]:
-        """The scores, some at a time. Raises TandemError if the service refuses a batch, cannot be reached, or does not
-        answer a batch in time.
-        """
+        """The scores, some at a time. Raises as `AsyncRewardClient.score_stream`."""
         next_id = 0
         while not self._ended or self._window:
             failure: grpc.RpcError | None = None
@@ -298,7 +290,6 @@ class ScoreStream:
                 await self._retry.wait(failure)
 
     def close(self) -> None:
-        """Stops reading items."""
         if self._fetching is not None:
             self._fetching.cancel()
         self._reader.close()
@@ -342,9 +333,7 @@ class ScoreStream:
 
 
 def batch_scores(batch: list[EncodedItem], reply: reward_pb2.ScoreReply) -> list[Score]:
-    """The scores of a batch, in its order. Items that could not be encoded keep their reason. Raises TandemError if the
-    reply has another number of results.
-    """
+    """The scores of a batch, in its order. Raises TandemError if the reply has another number of results."""
     if len(reply.items) != len(batch):
         raise TandemError(f"the service sent {len(reply.items)} results for {len(batch)} items")
     return [item.fault or score_from_proto(one) for item, one in zip(batch, reply.items, strict=True)]

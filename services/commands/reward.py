@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tandem.protos.errors import UserError
 from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from tandem.services.command_line import argument, command, console, option, run_service_command
+from tandem.services.command_line import argument, command, option, run_service_command
 
 reward_app = typer.Typer(
     no_args_is_help=True,
@@ -83,16 +84,22 @@ def score(
 
     Example: tandem reward score answers.jsonl --rubric examples/rubrics/gsm8k.toml
     """
-    from tandem.services.commands.reward_tasks import Choice, score_file, score_single
+    from tandem.services.commands.reward_tasks import items_of_file, rubric_text, score_now, single_completion
     from tandem.services.data.completions import Fields
+    from tandem.services.data.score_file import check_out
 
-    choice = Choice(address, rubric, scorer, tuple(arguments or ()))
+    if file is not None and solution is not None:
+        raise UserError(f"--solution is a completion of its own; leave out {file}, or --solution")
+    if out is not None:
+        check_out(out, Path(file or ""))
+    text = rubric_text(rubric, scorer, arguments)
     if solution is not None:
-        return score_single(
-            choice, file, solution, ground_truth, data_source, extra_info, as_json=as_json, strict=strict
-        )
-    fields = Fields(column, group_column, with_prompt)
-    return score_file(choice, file, fields, out=out, as_json=as_json, strict=strict)
+        items = single_completion(solution, ground_truth, data_source, extra_info)
+    elif file is not None:
+        items = items_of_file(file, Fields(column, group_column, with_prompt))
+    else:
+        raise UserError("name a FILE to score (- for standard input), or give --solution")
+    return score_now(address, text, items, out=out, as_json=as_json, strict=strict)
 
 
 @reward_app.command("submit", short_help="Submit a file of any size as a job.")
@@ -126,13 +133,12 @@ def submit(
     Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
     """
     from tandem.services.commands.reward_jobs import submit_file
-    from tandem.services.commands.reward_tasks import Choice
+    from tandem.services.commands.reward_tasks import rubric_text
     from tandem.services.data.completions import Fields
 
-    choice = Choice(address, rubric, scorer, tuple(arguments or ()))
-    fields = Fields(column, group_column, with_prompt)
+    text, fields = rubric_text(rubric, scorer, arguments), Fields(column, group_column, with_prompt)
     return submit_file(
-        choice, file, fields, console(), key=key, name=name, priority=priority, watch=watch, out=out, strict=strict
+        address, text, file, fields, key=key, name=name, priority=priority, watch=watch, out=out, strict=strict
     )
 
 
@@ -163,7 +169,7 @@ def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Add
     """
     from tandem.services.commands.reward_jobs import fetch_results
 
-    return fetch_results(address, job_id, console(), out=out, strict=strict)
+    return fetch_results(address, job_id, out=out, strict=strict)
 
 
 @reward_app.command("cancel", short_help="Cancel a job.")

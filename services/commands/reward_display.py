@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.services.clients.messages import Job
-from tandem.services.command_line import print_error, print_line
+from tandem.services.command_line import console, print_error, print_line
 from tandem.services.data.completions import CompletionFile
 
 PLAIN_SECONDS = 10.0
@@ -55,7 +54,6 @@ def sum_line(num_scored: int, mean: float, num_unscored: Mapping[str, int], num_
 
 
 def job_line(job: Job) -> str:
-    """A job in one line."""
     items = sum_line(job.num_scored, job.mean_value, job.num_unscored, job.num_waiting)
     return f"job {job.job_id} {job.state}: {items}"
 
@@ -66,11 +64,6 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[n]) for row in table) for n in range(len(head) - 1)]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in table)
     return ["  ".join([*cells, row[-1]]) for cells, row in zip(padded, table, strict=True)]
-
-
-def moment(seconds: float) -> str:
-    """A Unix time as local time; – for none."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "–"
 
 
 class Faults:
@@ -101,37 +94,27 @@ class Faults:
 class JobProgress:
     """Context manager that shows progress: a bar on a terminal, elsewhere a line every ten seconds."""
 
-    def __init__(self, console: Console, doing: str) -> None:
-        self._doing = doing
-        self._console = console
+    def __init__(self, doing: str) -> None:
+        self._doing, self._console = doing, console()
         self._told_at = time.monotonic()
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[done]}"),
-                TimeElapsedColumn(),
-                console=console,
-                transient=True,
-            )
+        parts = ("{task.description}", BarColumn(), "{task.fields[done]}", TimeElapsedColumn())
+        self._bar = Progress(*parts, console=self._console, transient=True)
+        self._task = self._bar.add_task(doing, total=None, done="")
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
+        if self._console.is_terminal:
             self._bar.start()
-            self._task = self._bar.add_task(self._doing, total=None, done="")
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        if self._bar is not None:
+        if self._console.is_terminal:
             self._bar.stop()
 
     def show(self, done: int, total: int | None, more: str = "") -> None:
         """Shows that `done` of `total` items are done. None: the total is unknown."""
         words = f"{done:,}/{total:,}" if total is not None else f"{done:,}"
         words = f"{words}  {more}" if more else words
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, done=words)
-        elif time.monotonic() - self._told_at >= PLAIN_SECONDS:
+        self._bar.update(self._task, completed=done, total=total, done=words)
+        if not self._console.is_terminal and time.monotonic() - self._told_at >= PLAIN_SECONDS:
             self._told_at = time.monotonic()
             print_line(self._console, f"{self._doing} {words}")

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from contextlib import ExitStack
 from pathlib import Path
-
-from rich.console import Console
 
 from tandem.protos.errors import JobError, UserError
 from tandem.services.clients import RewardClient
 from tandem.services.clients.messages import Job
 from tandem.services.command_line import print_error
-from tandem.services.commands.reward_display import (
-    Faults,
-    JobProgress,
-    columns,
-    counted,
-    job_line,
-    moment,
-    number,
-    plain,
-)
-from tandem.services.commands.reward_tasks import Choice, connect, print_lines
+from tandem.services.commands.reward_display import Faults, JobProgress, columns, counted, job_line, number, plain
+from tandem.services.commands.reward_tasks import connect, print_lines
 from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.score_file import ScoreFile, check_out
 
@@ -31,10 +21,10 @@ _MOST_NAME_BYTES = 200  # limit of every service for a job's name
 
 
 def submit_file(
-    choice: Choice,
+    address: str,
+    rubric: str,
     file: Path,
     fields: Fields,
-    console: Console,
     *,
     key: str,
     name: str,
@@ -48,12 +38,11 @@ def submit_file(
         check_out(out, file)
     if str(file) == "-":
         raise UserError("a job needs a file that can be read again; write standard input to one first")
-    text = choice.text()
     completions = CompletionFile(file, fields)
     faults = Faults(completions)
     replies: list[str] = []
-    with connect(choice.address) as client:
-        with JobProgress(console, "submitting") as progress:
+    with connect(address) as client:
+        with JobProgress("submitting") as progress:
 
             def on_progress(job: Job) -> None:
                 replies[1:] = [job.state]  # keeps the first and the last reply
@@ -62,8 +51,8 @@ def submit_file(
             try:
                 job = client.submit(
                     completions,
-                    text,
-                    key=key or file_key(completions, text, priority),
+                    rubric,
+                    key=key or file_key(completions, rubric, priority),
                     name=name or _name_of(file),
                     priority=priority,
                     on_progress=on_progress,
@@ -87,7 +76,7 @@ def submit_file(
         if not watch and out is None:
             print(f"its results: tandem reward results {job.job_id} --out scores.parquet")
             return int(job.state == "cancelled" or (strict and faults.number > 0))
-        return _watch(client, job.job_id, console, out, strict)
+        return _watch(client, job.job_id, out, strict)
 
 
 def _name_of(file: Path) -> str:
@@ -101,20 +90,20 @@ def file_key(completions: CompletionFile, rubric: str, priority: int) -> str:
     return f"file-{hashlib.sha256(words.encode()).hexdigest()}"
 
 
-def fetch_results(address: str, job_id: str, console: Console, *, out: Path | None, strict: bool) -> int:
+def fetch_results(address: str, job_id: str, *, out: Path | None, strict: bool) -> int:
     """Waits for a job to end and writes its scores."""
     if out is not None:
         check_out(out)
     with connect(address) as client:
-        return _watch(client, job_id, console, out, strict)
+        return _watch(client, job_id, out, strict)
 
 
-def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None, strict: bool) -> int:
+def _watch(client: RewardClient, job_id: str, out: Path | None, strict: bool) -> int:
     job: Job | None = None
     try:
         with ExitStack() as stack:
             written = stack.enter_context(ScoreFile(out)) if out is not None else None
-            progress = stack.enter_context(JobProgress(console, f"job {job_id}:"))
+            progress = stack.enter_context(JobProgress(f"job {job_id}:"))
             for event in client.watch(job_id, with_results=written is not None):
                 if job is None and event.job.state == "open":
                     print_error(f"job {job_id} is open: it ends when its submission has ended, or is cancelled")
@@ -147,14 +136,12 @@ def _overtaken(error: JobError) -> int:
 
 
 def _expired(job: Job) -> int:
-    """Reports that the results of the job have expired."""
     fault = f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes)"
     print_error(f"{fault}; to have them anew, `tandem reward delete {job.job_id}` and submit the file again")
     return 1
 
 
 def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
-    """Prints the newest jobs."""
     with connect(address) as client:
         found = client.jobs(limit)
     if as_json:
@@ -166,7 +153,7 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
         [
             *(job.job_id, job.state, str(job.num_items), str(job.num_scored), str(sum(job.num_unscored.values()))),
             *(str(job.num_waiting), number(job.mean_value) if job.num_scored else "–", str(job.priority)),
-            *(moment(job.created_at), plain(job.name)),
+            *(time.strftime("%Y-%m-%d %H:%M", time.localtime(job.created_at)), plain(job.name)),
         ]
         for job in found
     ]

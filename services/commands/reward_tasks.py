@@ -8,7 +8,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -19,35 +18,26 @@ from tandem.services.addresses import DEFAULT_PORT, check_listening, named_addre
 from tandem.services.clients import RewardClient
 from tandem.services.commands.reward_display import Faults, columns, number, score_line, sum_line
 from tandem.services.data.completions import CompletionFile, Fields
-from tandem.services.data.score_file import ScoreFile, check_out, row_of
+from tandem.services.data.score_file import ScoreFile, row_of
 
 MOST_ROWS_AT_ONCE = 10_000
 """Maximum number of rows for `tandem reward score`. Larger files are submitted as jobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The service to use and how it scores."""
-
-    address: str = ""
-    rubric: Path | None = None
-    scorer: str = ""
-    arguments: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        """The rubric as TOML; empty for the service's default. Raises UserError for options that cannot be used."""
-        if self.rubric is not None:
-            if self.scorer or self.arguments:
-                raise UserError("--rubric and --scorer exclude one another; a rubric's file has its scorers' arguments")
-            return _read_rubric(self.rubric)
-        if not self.scorer:
-            if self.arguments:
-                raise UserError(f"--argument {self.arguments[0]} needs --scorer: which scorer is it for?")
-            return ""
-        lines = ["[[components]]", f"scorer = {json.dumps(self.scorer)}"]
-        if self.arguments:
-            lines += ["[components.arguments]", *map(_argument, self.arguments)]
-        return "\n".join(lines) + "\n"
+def rubric_text(rubric: Path | None, scorer: str, arguments: Sequence[str] | None) -> str:
+    """The rubric as TOML; empty for the service's default. Raises UserError for options that cannot be used."""
+    if rubric is not None:
+        if scorer or arguments:
+            raise UserError("--rubric and --scorer exclude one another; a rubric's file has its scorers' arguments")
+        return _read_rubric(rubric)
+    if not scorer:
+        if arguments:
+            raise UserError(f"--argument {arguments[0]} needs --scorer: which scorer is it for?")
+        return ""
+    lines = ["[[components]]", f"scorer = {json.dumps(scorer)}"]
+    if arguments:
+        lines += ["[components.arguments]", *map(_argument, arguments)]
+    return "\n".join(lines) + "\n"
 
 
 def _read_rubric(file: Path) -> str:
@@ -77,38 +67,21 @@ def connect(address: str) -> RewardClient:
     return RewardClient(address)
 
 
-def score_single(
-    choice: Choice,
-    file: str | None,
-    solution: str,
-    ground_truth: str | None,
-    data_source: str,
-    extra_info: str,
-    *,
-    as_json: bool,
-    strict: bool,
-) -> int:
-    """Scores one completion."""
-    if file is not None:
-        raise UserError(f"--solution is a completion of its own; leave out {file}, or --solution")
+def single_completion(
+    solution: str, ground_truth: str | None, data_source: str, extra_info: str
+) -> list[ScoreItem | Unscored]:
+    """The only item. Raises UserError if `extra_info` is not a JSON object."""
     try:
         extra = json.loads(extra_info) if extra_info else {}
     except ValueError as error:
         raise UserError(f"--extra-info is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise UserError(f"--extra-info is {extra_info!r:.80}, not a JSON object")
-    return _score_now(choice, [ScoreItem(data_source, solution, ground_truth, extra)], None, as_json, strict)
+    return [ScoreItem(data_source, solution, ground_truth, extra)]
 
 
-def score_file(
-    choice: Choice, file: str | None, fields: Fields, *, out: Path | None, as_json: bool, strict: bool
-) -> int:
-    """Scores a small file without a job."""
-    if file is None:
-        raise UserError("name a FILE to score (- for standard input), or give --solution")
-    if out is not None:
-        check_out(out, Path(file))
-    text = choice.text()
+def items_of_file(file: str, fields: Fields) -> list[ScoreItem | Unscored]:
+    """The rows of a small file; reports those that cannot be scored."""
     completions = CompletionFile(file, fields)
     items = list(islice(completions, MOST_ROWS_AT_ONCE + 1))
     if len(items) > MOST_ROWS_AT_ONCE:
@@ -119,19 +92,13 @@ def score_file(
         if isinstance(item, Unscored):
             faults.tell(index, item)
     faults.close()
-    return _score_now(choice, items, out, as_json, strict, text)
+    return items
 
 
-def _score_now(
-    choice: Choice,
-    items: Sequence[ScoreItem | Unscored],
-    out: Path | None,
-    as_json: bool,
-    strict: bool,
-    text: str | None = None,
+def score_now(
+    address: str, rubric: str, items: Sequence[ScoreItem | Unscored], *, out: Path | None, as_json: bool, strict: bool
 ) -> int:
-    with connect(choice.address) as client:
-        rubric = choice.text() if text is None else text
+    with connect(address) as client:
         scores = client.score(items, rubric)
         scored_by = "" if rubric or as_json else f"; scorer: {_default_of(client)} (the service's default)"
     if out is not None:

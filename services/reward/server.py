@@ -58,11 +58,10 @@ Result = TypeVar("Result")
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """The service of reward.proto. The server calls `end_streams` when it begins to stop; `close` comes after that."""
 
-    def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig, jobs: JobsConfig) -> None:
+    def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig) -> None:
         self._core = core
         self._store = store
         self._reward = reward
-        self._jobs = jobs
         self._scorers: reward_pb2.ListScorersReply | None = None
         self._listing = asyncio.Lock()
         self._storing = ThreadPoolExecutor(_STORING_THREADS, "store")
@@ -182,7 +181,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         yield job
 
     async def GetJob(self, request: reward_pb2.GetJobRequest, context: grpc.aio.ServicerContext) -> reward_pb2.Job:
-        """Returns the job as it is now."""
         job, _ = await self._stored(self._store.events, request.job_id, 0, 0)
         return job.to_proto()
 
@@ -219,28 +217,24 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def CancelJob(
         self, request: reward_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        """Cancels a job: items without a result become `cancelled`. A job that has ended is left as it is."""
         return (await self._stored(self._store.cancel, request.job_id)).to_proto()
 
     async def DeleteJob(
         self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        """Deletes a job that has ended, with its results and its key."""
         return (await self._stored(self._store.delete, request.job_id)).to_proto()
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListScorersReply:
-        """Returns the scorers that a rubric may name, the limits, and the default rubric."""
         async with self._listing:  # it reads source code, which older Pythons cannot do in two threads at once
             if self._scorers is None:
-                self._scorers = await self._scorer.look_up(scorer_list, self._core, self._reward, self._jobs)
+                self._scorers = await self._scorer.look_up(scorer_list, self._core, self._reward, self._store.config)
             return self._scorers
 
     async def ListJobs(
         self, request: reward_pb2.ListJobsRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListJobsReply:
-        """Returns the newest jobs, newest first."""
         if request.limit > MAX_LISTED_JOBS:
             raise DataError(f"limit is {request.limit}, at most {MAX_LISTED_JOBS} jobs are listed")
         jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)

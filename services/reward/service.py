@@ -74,7 +74,6 @@ class Progress:
         return [row for row in rows if not _failed(row) and row.trajectory_id not in settled]
 
     def record(self, rows: Sequence[Trajectory], results: Sequence[Score]) -> None:
-        """Adds the results of one attempt."""
         reasons = {result.reason for result in results if isinstance(result, Unscored)}
         self.attempts += not _RETRIED_DATA.isdisjoint(reasons)
         self.infrastructure_attempts += "infrastructure" in reasons
@@ -85,7 +84,6 @@ class Progress:
         return _NOT_AN_ANSWER if _failed(row) else self.scores[row.trajectory_id]
 
     def to_bytes(self) -> bytes:
-        """As JSON, for the buffer."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -103,7 +101,6 @@ def _failed(row: Trajectory) -> bool:
 
 
 def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
-    """A trajectory as an item for the scorer."""
     sampled = sum(segment.num_loss_tokens for segment in trajectory.segments)
     return ScoreItem(
         prompt.data_source, trajectory.text, prompt.ground_truth, prompt.judged_info(sampled), prompt.group_id
@@ -173,11 +170,9 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         self._core.close()
 
     def figures(self) -> dict[str, float]:
-        """Sums since the process's start, for heartbeat and Info."""
         return {**self.loop.figures(), **self._core.figures()}
 
     def activity(self) -> str:
-        """Describes in one line what the scorer does."""
         return f"scoring {self.loop.num_held} groups" if self.loop.num_held else "waiting for generated groups"
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
@@ -232,11 +227,10 @@ def main(recipe: Recipe, redis_url: str) -> None:
     configure_logging(SERVICE_NAME, run=recipe.run.run_id)
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
-    jobs_config = recipe.jobs.in_namespace(recipe.run.run_id)
     with ExitStack() as stack:
         core = stack.enter_context(closing(ScoringCore(recipe.reward)))
-        store = stack.enter_context(closing(JobStore(redis_url, jobs_config)))
-        servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward, jobs_config)))
+        store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id))))
+        servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward)))
         scorer = ScoringWorker(buffer, core, recipe.reward)
         jobs = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
         endpoint = ServiceEndpoint(

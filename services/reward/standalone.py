@@ -47,26 +47,19 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
         with starting():
             core = stack.enter_context(closing(ScoringCore(config.reward)))
         store, redis = _open_store(stack, config.jobs.in_namespace("reward"), redis_url, folder)
-        servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, store.config)))
-        jobs: JobWorker | None = None  # named after the server's port, so it comes after the server
-
-        def figures() -> dict[str, float]:
-            return {**core.figures(), **(jobs.figures() if jobs is not None else {}), **store.counts()}
-
-        def activity() -> str:
-            return jobs.activity() if jobs is not None else "starting"
-
+        servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward)))
+        jobs = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
+        info = ServiceInfo("reward", lambda: {**core.figures(), **jobs.figures(), **store.counts()}, jobs.activity)
         server = ServerThread(
             host,
             config.reward.port,
-            info=ServiceInfo("reward", figures, activity).reply,
+            info=info.reply,
             register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, one),
             service_names=[SERVICE_NAME],
             on_stop=servicer.end_streams,
             limits=RPC_LIMITS,
         )
-        name = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
-        jobs = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
+        jobs.worker = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
         with jobs:
             try:
                 log.info("listens on %s", server.address)

@@ -43,7 +43,6 @@ MAX_DEPTH = 64
 _MAX_DETAIL = 1000
 _MAX_QUOTED = 320
 _read_json_prefix = json.JSONDecoder().raw_decode
-_scan: Callable[[str, int], tuple[object, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _NAMES = ("data_source", "solution", "ground_truth", "extra_info", "group")
 _fields = attrgetter(*_NAMES)  # one call instead of five
 _new_item: Callable[[Iterable[object]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
@@ -112,7 +111,6 @@ def with_faults(scores: Sequence[Score], faults: dict[int, Unscored]) -> list[Sc
 
 
 def reply_of(scores: Sequence[Score]) -> reward_pb2.ScoreReply:
-    """The reply with one result for each item."""
     # The bytes of several messages in a row decode as one message whose lists are joined. So each distinct score of a
     # batch, and there are few, is serialised once.
     known: dict[int, bytes] = {}  # by identity: scorers return the same few objects
@@ -164,15 +162,9 @@ class _Truths(dict[str, Any]):
 
     def __missing__(self, text: str) -> object:
         try:
-            value, end = _scan(text, 0)
-            plain = type(value) is str and end == len(text)  # nearly every ground truth is one
-        except (StopIteration, ValueError, RecursionError):
-            plain = False
-        if not plain:
-            try:
-                value = _read_json(text)
-            except ValueError as error:
-                raise _UnreadableError(f"ground_truth is not JSON: {error}") from None
+            value = _read_json(text)
+        except ValueError as error:
+            raise _UnreadableError(f"ground_truth is not JSON: {error}") from None
         self[text] = value
         return value
 
@@ -232,7 +224,6 @@ def _depth(value: object) -> int:
 
 
 def error_message(error: UserError) -> reward_pb2.StreamError:
-    """The error for the wire."""
     message = reward_pb2.StreamError(message=str(error))
     cause = next((name for kind, name in _CAUSES.items() if isinstance(error, kind)), None)
     if cause is not None:

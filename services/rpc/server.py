@@ -124,7 +124,6 @@ class ServerThread:
         self.address = self._server.address
 
     def stop(self, grace_seconds: float = 1.0) -> None:
-        """Stops the server and its thread."""
         if self._end_thread.alive:
             try:
                 self._portal.start_task_soon(self._server.stop, grace_seconds).result(grace_seconds + _STOP_SECONDS)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import (
@@ -20,8 +19,7 @@ from tandem.protos.errors import (
     error_class,
 )
 from tandem.services.rpc.client import connect, translated
-from tandem.services.rpc.server import INFO_SERVICE, ServerThread
-from tests.support.service_wire import ask_info, health_of, listed_services
+from tandem.services.rpc.server import ServerThread
 
 
 class FailingReward(reward_pb2_grpc.RewardServiceServicer):
@@ -42,14 +40,6 @@ def server() -> Iterator[ServerThread]:
     )
     yield running
     running.stop()
-
-
-def test_health_info_and_reflection_answer(server: ServerThread) -> None:
-    for name in ("", "tandem.v1.RewardService", INFO_SERVICE):
-        assert health_of(server.address, name) == health_pb2.HealthCheckResponse.SERVING
-    info = ask_info(server.address)
-    assert (info.service, info.policy_version, dict(info.figures)) == ("reward", 3, {"generated_waiting": 2.0})
-    assert "tandem.v1.RewardService" in listed_services(server.address)
 
 
 @pytest.mark.parametrize("name", ["FencedError", "DataError", "NotAdmittedError", "WeightTransferError", "LedgerError"])

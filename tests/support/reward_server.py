@@ -155,12 +155,20 @@ class Service(Calls):
     """A server on its own port with a job worker, and a stub that calls it."""
 
     def __init__(
-        self, url: str, core: ScoringCore, *, reward: RewardConfig, jobs: JobsConfig, with_jobs: bool, limits: RpcLimits
+        self,
+        url: str,
+        core: ScoringCore | None = None,
+        *,
+        reward: RewardConfig | None = None,
+        jobs: JobsConfig | None = None,
+        with_jobs: bool = True,
+        limits: RpcLimits = RPC_LIMITS,
     ) -> None:
-        self.core = core
-        self.jobs = jobs
-        self.store = JobStore(url, jobs)
-        self.servicer = RewardServicer(core, self.store, reward, jobs)
+        reward = reward or RewardConfig()
+        self.core = core = core or ScoringCore(reward)
+        self.jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
+        self.store = JobStore(url, self.jobs)
+        self.servicer = RewardServicer(core, self.store, reward)
         self.stop = threading.Event()
         self.server = ServerThread(
             "127.0.0.1",
@@ -190,20 +198,9 @@ class Service(Calls):
 
 
 @contextmanager
-def serving(
-    url: str,
-    core: ScoringCore | None = None,
-    *,
-    reward: RewardConfig | None = None,
-    jobs: JobsConfig | None = None,
-    with_jobs: bool = True,
-    limits: RpcLimits = RPC_LIMITS,
-) -> Iterator[Service]:
+def serving(url: str, core: ScoringCore | None = None, **options: Any) -> Iterator[Service]:
     """A running service; an error of its job worker is raised at the end."""
-    reward = reward or RewardConfig()
-    jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
-    core = core or ScoringCore(reward)
-    service = Service(url, core, reward=reward, jobs=jobs, with_jobs=with_jobs, limits=limits)
+    service = Service(url, core, **options)
     try:
         yield service
     finally:

@@ -7,37 +7,34 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, cast
+
+import pytest
 
 from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from tandem.protos.errors import JobError, JobExistsError, ScorerError, UnavailableError, UnknownJobError
 from tandem.services.reward.wire import read_items, reply_of, with_faults
+from tandem.services.rpc import client as rpc_client
 from tandem.services.rpc.server import ServerThread
 
 Item = reward_pb2.ScoreRequest.Item
 Result = reward_pb2.ScoreReply.Item
 _NEVER = 1 << 60
-RUBRIC = '[[components]]\nscorer = "number"\n'
 
 
 @dataclass(slots=True)
 class StoredJob:
-    """A job: chunks by index, and whether it is sealed."""
-
     header: reward_pb2.SubmitJobRequest.Header
     job_id: str
-    chunks: dict[int, list[Item]] = field(default_factory=dict)
+    chunks: list[list[Item]] = field(default_factory=list)
     sealed: bool = False
     cancelled: bool = False
 
     @property
-    def next_chunk(self) -> int:
-        return next(number for number in range(len(self.chunks) + 1) if number not in self.chunks)
-
-    @property
     def items(self) -> list[Item]:
-        return [item for number in sorted(self.chunks) for item in self.chunks[number]]
+        return [item for chunk in self.chunks for item in chunk]
 
 
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
@@ -91,12 +88,13 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
             assert job is not None
             if request.HasField("chunk"):
                 self.num_chunks_received += 1
-                job.chunks.setdefault(request.chunk.index, list(request.chunk.items))
+                if request.chunk.index == len(job.chunks):
+                    job.chunks.append(list(request.chunk.items))
                 left = self._count(left)  # stored, but the reply is lost
             if request.HasField("seal"):
-                assert sorted(job.chunks) == list(range(request.seal.num_chunks))
+                assert len(job.chunks) == request.seal.num_chunks
                 job.sealed = True
-            yield reward_pb2.SubmitJobReply(job=self._message(job), next_chunk=job.next_chunk)
+            yield reward_pb2.SubmitJobReply(job=self._message(job), next_chunk=len(job.chunks))
 
     async def GetJob(self, request: reward_pb2.GetJobRequest, context: Any) -> reward_pb2.Job:
         return self._message(self._find(request.job_id))
@@ -104,12 +102,10 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     async def WatchJob(self, request: reward_pb2.WatchJobRequest, context: Any) -> AsyncIterator[reward_pb2.JobEvent]:
         job = self._find(request.job_id)
         left = self._begin()
-        first = 0
         yield reward_pb2.JobEvent(job=self._message(job), cursor=request.after_cursor)
-        order = sorted(job.chunks, key=lambda number: (number % 2 == 0, number))  # results arrive out of order
-        starts = {}
-        for number in sorted(job.chunks):
-            starts[number], first = first, first + len(job.chunks[number])
+        numbers = range(len(job.chunks))
+        order = [*numbers[1::2], *numbers[::2]]  # results arrive out of order
+        starts = list(accumulate(map(len, job.chunks), initial=0))
         for cursor, number in enumerate(order, start=1):
             if cursor <= request.after_cursor or (job.cancelled and number == max(order)):
                 continue
@@ -138,10 +134,9 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     async def ListScorers(self, request: reward_pb2.ListScorersRequest, context: Any) -> reward_pb2.ListScorersReply:
         reply = reward_pb2.ListScorersReply
         scale = reply.Parameter(name="scale", type="number", default="1.0", description="What it is multiplied by.")
-        info = reply.ScorerInfo(
-            name="number", version="1", summary="The solution itself.", parameters=[scale], isolation="in_process"
-        )
-        return reply(scorers=[info], limits=self.limits, default_rubric=RUBRIC)
+        texts = {"name": "number", "version": "1", "summary": "The solution itself.", "isolation": "in_process"}
+        info = reply.ScorerInfo(**texts, parameters=[scale])
+        return reply(scorers=[info], limits=self.limits, default_rubric='[[components]]\nscorer = "number"\n')
 
     def _begin(self) -> int:
         self.num_streams += 1
@@ -172,7 +167,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
 
     def _message(self, job: StoredJob) -> reward_pb2.Job:
         states = reward_pb2.Job
-        lost = job.chunks[max(job.chunks)] if job.cancelled else []  # the last chunk of a cancelled job never ran
+        lost = job.chunks[-1] if job.cancelled else []  # the last chunk of a cancelled job never ran
         results = score(job.items[: len(job.items) - len(lost)]) if job.sealed else []
         values = [one.scored.value for one in results if one.HasField("scored")]
         reasons = Counter(one.unscored.reason for one in results if one.HasField("unscored"))
@@ -206,6 +201,27 @@ def _score_one(item: ScoreItem, group_size: int) -> Score:
         return Scored(float(item.solution), {"group": float(group_size)})
     except ValueError:
         return Unscored(cast(UnscoredReason, item.solution), "scripted")
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[ScriptedReward, str]]:
+    """A service and its address."""
+    servicer = ScriptedReward()
+    with serving(servicer) as address:
+        yield servicer, address
+
+
+@pytest.fixture
+def service(scripted: tuple[ScriptedReward, str], monkeypatch: pytest.MonkeyPatch) -> ScriptedReward:
+    """The service as new, at the address that clients find. They pause shortly before they repeat a call."""
+    servicer, address = scripted
+    servicer.__init__()  # type: ignore[misc]
+    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
+    monkeypatch.setattr("tandem.services.clients.streams._FIRST_PAUSE_SECONDS", 0.001)
+    options = dict(rpc_client._CLIENT_OPTIONS)
+    config = str(options["grpc.service_config"]).replace('"0.1s"', '"0.001s"').replace('"2s"', '"0.01s"')
+    monkeypatch.setattr(rpc_client, "_CLIENT_OPTIONS", [*{**options, "grpc.service_config": config}.items()])
+    return servicer
 
 
 @contextmanager

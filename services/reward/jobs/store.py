@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from tandem.protos import reward_pb2
 from tandem.protos.errors import UnknownJobError
 from tandem.services.buffer.connection import Connection, KeySpace, milliseconds, new_request
@@ -70,13 +72,12 @@ class JobRecord:
         return self.state in ("DONE", "CANCELLED", "EXPIRED")
 
     def to_proto(self) -> reward_pb2.Job:
-        """The job for a client."""
         return reward_pb2.Job(**{name: getattr(self, name) for name in reward_pb2.Job.DESCRIPTOR.fields_by_name})
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkClaim:
-    """A leased chunk: its stored items and the partial results of earlier holders."""
+    """A leased chunk: its items and the partial results of earlier holders, in the order of claim.lua's reply."""
 
     job_id: str
     index: int
@@ -126,7 +127,6 @@ class JobStore:
         self.connection.run("configure", milliseconds(config.retention_seconds), *limits)
 
     def close(self) -> None:
-        """Closes its connections."""
         self.connection.close()
 
     def register(self, worker: str) -> int:
@@ -233,39 +233,17 @@ def _checked_id(job_id: str) -> str:
 
 
 def _job(reply: Sequence[bytes]) -> JobRecord:
-    fields = {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}
-    reasons = {name[9:]: int(number) for name, number in fields.items() if name.startswith("unscored:")}
-    return JobRecord(
-        job_id=fields["job_id"].decode(),
-        idempotency_key=fields["idempotency_key"].decode(),
-        name=fields["name"].decode(),
-        state=fields["state"].decode(),  # type: ignore[arg-type]  # the scripts write no other states
-        priority=int(fields["priority"]),
-        num_items=int(fields["num_items"]),
-        num_scored=int(fields["num_scored"]),
-        num_unscored=reasons,
-        sum_values=float(fields["sum_values"]),
-        num_chunks=int(fields["num_chunks"]),
-        num_results=int(fields["num_results"]),
-        result_bytes=int(fields["result_bytes"]),
-        created_at=int(fields["created_ms"]) / 1000,
-        finished_at=int(fields["finished_ms"]) / 1000,
-        expires_at=int(fields["expires_ms"]) / 1000,
-    )
+    fields = {name.decode(): value.decode() for name, value in zip(reply[::2], reply[1::2], strict=True)}
+    reasons = {name.removeprefix("unscored:"): n for name, n in fields.items() if name.startswith("unscored:")}
+    times = {f"{event}_at": int(fields[f"{event}_ms"]) / 1000 for event in ("created", "finished", "expires")}
+    return _READ_JOB({**fields, **times, "num_unscored": reasons})
 
 
 def _claim(reply: Sequence[Any]) -> ChunkClaim:
-    job_id, index, token, first, attempts, losses, under_way, rubric, digest, items, partial = reply
-    return ChunkClaim(
-        job_id=job_id.decode(),
-        index=int(index),
-        token=int(token),
-        first_item=int(first),
-        attempts=int(attempts),
-        losses=int(losses),
-        under_way=int(under_way),
-        rubric=rubric.decode(),
-        digest=digest.decode(),
-        items=items,
-        partial=partial or b"",
-    )
+    *values, partial = reply
+    return _READ_CLAIM(dict(zip(ChunkClaim.__dataclass_fields__, [*values, partial or b""], strict=True)))
+
+
+# They convert texts and bytes to the types of the fields.
+_READ_JOB = TypeAdapter(JobRecord).validate_python
+_READ_CLAIM = TypeAdapter(ChunkClaim).validate_python

@@ -45,7 +45,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
     ) -> None:
         self._store = store
         self._core = core
-        self._worker = worker
+        self.worker = worker
         self._lease_seconds = reward.lease_seconds
         self._attempts = reward.infrastructure_attempts
         self._stop = stop
@@ -62,7 +62,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
     def __enter__(self) -> JobWorker:
-        self._store.register(self._worker)
+        self._store.register(self.worker)
         self._thread.start()
         return self
 
@@ -73,11 +73,9 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
             raise self._failure
 
     def figures(self) -> dict[str, float]:
-        """Sums since the process's start."""
         return {f"jobs:{name}": number for name, number in self.loop.figures().items()}
 
     def activity(self) -> str:
-        """Describes in one line what the worker does."""
         num_held = self.loop.num_held
         return f"scoring {num_held} chunks of jobs" if num_held else "waiting for calls and jobs"
 
@@ -87,7 +85,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
 
     def claim(self, limit: int, timeout_seconds: float) -> Sequence[ChunkClaim]:
         """Claims at most one chunk, because another replica may have free threads."""
-        claim = self._store.claim(self._worker, self._lease_seconds, timeout_seconds)
+        claim = self._store.claim(self.worker, self._lease_seconds, timeout_seconds)
         return [] if claim is None else [claim]
 
     def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
@@ -96,7 +94,6 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         return self._store.renew(leases, self._lease_seconds)
 
     def complete(self, lease: ChunkClaim, result: ChunkResult) -> bool:
-        """Stores the results."""
         return self._store.complete(lease, result)
 
     def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
@@ -136,7 +133,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         if claim.attempts + 1 < self._attempts and chunk.forget_infrastructure(grouped):
             held.unsaved = chunk.partial
             return Release("infrastructure", "infrastructure")
-        return _result_of(claim, chunk)
+        return chunk.finished()
 
     def _score(self, chunk: Chunk, held: Held[ChunkClaim]) -> bool:
         """Scores the items without a result until the lease is cancelled. Returns whether the rubric compares items."""
@@ -146,7 +143,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
             if claim.digest and rubric.digest != claim.digest:
                 raise ScorerError("it has another rubric than the service this job was submitted to")
         except ScorerError as error:  # the service accepted the job, so another replica may know its rubric
-            chunk.enter_all(Unscored("infrastructure", f"{self._worker}: {error}"))
+            chunk.enter_all(Unscored("infrastructure", f"{self.worker}: {error}"))
             return False
         units = chunk.units(rubric.grouped)
         if claim.losses:
@@ -208,6 +205,7 @@ class Chunk:
     """The items of a claimed chunk, and the results they have so far."""
 
     def __init__(self, claim: ChunkClaim) -> None:
+        self._first_item = claim.first_item
         messages = chunk_of(claim.items).items
         items, faults = read_items(messages, claim.first_item)
         readable = iter(items)
@@ -231,12 +229,10 @@ class Chunk:
         return list(units.values())
 
     def enter(self, positions: Sequence[int], scores: Sequence[Score]) -> None:
-        """Sets the results of these positions."""
         for n, score in zip(positions, scores, strict=True):
             self._results[n] = score
 
     def enter_all(self, reason: Unscored) -> None:
-        """Sets this result for every item without one."""
         self._results = [result or reason for result in self._results]
 
     def forget_infrastructure(self, grouped: bool) -> bool:
@@ -253,11 +249,14 @@ class Chunk:
                 self._results[n] = None
         return bool(self.pending())
 
-    def results(self) -> list[Score]:
-        """One result for each item, in order."""
-        results = [result for result in self._results if result is not None]
-        assert len(results) == len(self._results), "an item of a finished chunk has no result"
-        return results
+    def finished(self) -> ChunkResult:
+        """The results of all items."""
+        scores = [result for result in self._results if result is not None]
+        assert len(scores) == len(self._results), "an item of a finished chunk has no result"
+        values = [score.value for score in scores if isinstance(score, Scored)]
+        reasons = Counter(str(score.reason) for score in scores if isinstance(score, Unscored))
+        results = reward_pb2.JobEvent.Results(first_item=self._first_item, items=reply_of(scores).items)
+        return ChunkResult(results.SerializeToString(), len(values), sum(values), reasons)
 
     def partial(self) -> bytes:
         """The results so far; an item without a result is an empty message."""
@@ -265,11 +264,3 @@ class Chunk:
             reward_pb2.ScoreReply.Item() if result is None else reply_of([result]).items[0] for result in self._results
         ]
         return reward_pb2.ScoreReply(items=items).SerializeToString()
-
-
-def _result_of(claim: ChunkClaim, chunk: Chunk) -> ChunkResult:
-    scores = chunk.results()
-    values = [score.value for score in scores if isinstance(score, Scored)]
-    reasons = Counter(str(score.reason) for score in scores if isinstance(score, Unscored))
-    results = reward_pb2.JobEvent.Results(first_item=claim.first_item, items=reply_of(scores).items)
-    return ChunkResult(results.SerializeToString(), len(values), sum(values), reasons)

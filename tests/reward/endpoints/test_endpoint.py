@@ -1,12 +1,14 @@
-"""What every scorer behind an HTTP endpoint does when the endpoint misbehaves: a judge and a remote scorer."""
+"""What every scorer behind an HTTP endpoint does when the endpoint misbehaves, and the limits of a judge."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from email.utils import formatdate
 from typing import Any
@@ -19,8 +21,8 @@ from tandem.reward.endpoints.endpoint import Endpoint
 from tandem.reward.endpoints.http_client import LONGEST_PAUSE_SECONDS, Fault, retry_after, with_retries
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
-from tests.support.judge_calls import GOOD, ask, endpoint, item
-from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, free_port
+from tests.support.judge_calls import GOOD, ask, endpoint, item, user_text
+from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat, free_port
 from tests.support.processes import run_python
 from tests.support.scores import refused
 from tests.support.virtual_time import in_virtual_time
@@ -35,43 +37,56 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND)
 # ---- failures ----
 
 
-@each_kind
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Answer({"error": "overloaded"}, status=500),
-        Answer(b"bad gateway", status=502),
-        Answer(b"", status=429),
-        Answer(status=429, headers={"Retry-After": "0"}),
-        Answer(b"<html>", status=200),
-        Answer(b"\xff\xfe", status=200),
-        Answer(b"[" * 100_000, status=200),
-        Answer({"choices": []}),
-        Answer({"choices": [{"message": "x"}]}),
-        Answer([1, 2]),
-        Answer(b'{"choices": [', cut=True),
-        Answer(SEVEN.body, headers={"Content-Encoding": "gzip"}),
-    ],
-    ids=lambda bad: f"{bad.status}-{str(bad.body)[:12]}",
-)
-def test_temporary_errors_are_retried_and_lasting_ones_are_infrastructure(kind: type[Endpoint], bad: Answer) -> None:
-    again, asked = ask(lambda asked: bad if asked.number == 0 else SEVEN, [item("two")], kind)
-    retried = "Content-Encoding" not in bad.headers
-    assert (again == [Scored(7.0)] and len(asked) == 2) if retried else refused(again[0])[0] == "infrastructure"
-    always, asked = ask(bad, [item("two")], kind, max_attempts=3)
-    assert refused(always[0])[0] == "infrastructure" and len(asked) == (3 if retried else 1)
+BAD = [
+    Answer({"error": "overloaded"}, status=500),
+    Answer(b"bad gateway", status=502),
+    Answer(b"", status=429),
+    Answer(status=429, headers={"Retry-After": "0"}),
+    Answer(b"<html>", status=200),
+    Answer(b"\xff\xfe", status=200),
+    Answer(b"[" * 100_000, status=200),
+    Answer({"choices": []}),
+    Answer({"choices": [{"message": "x"}]}),
+    Answer([1, 2]),
+    Answer(b'{"choices": [', cut=True),
+    Answer(SEVEN.body, headers={"Content-Encoding": "gzip"}),
+]
+
+
+def named(asked: Asked) -> str:
+    """The text in << >> of the item that was sent."""
+    return str(asked.body).partition("<<")[2].partition(">>")[0]
 
 
 @each_kind
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [(400, "invalid_input"), (422, "invalid_input"), (403, "infrastructure"), (307, "infrastructure")],
-)
-def test_permanent_errors_are_not_retried(kind: type[Endpoint], status: int, reason: str) -> None:
-    headers = {"Location": "http://127.0.0.1:1/"} if status == 307 else {}
-    scores, asked = ask(Answer({"error": "too long"}, status=status, headers=headers), [item("two")], kind)
-    assert refused(scores[0]) == (reason, f'the endpoint answered {status}: {{"error": "too long"}}')
-    assert len(asked) == 1
+def test_temporary_errors_are_retried_and_lasting_ones_are_infrastructure(kind: type[Endpoint]) -> None:
+    """Each bad reply is given to one question once, and to another always."""
+    counts = Counter[str]()
+
+    def answer(asked: Asked) -> Answer:
+        how, number = named(asked).split()
+        counts[named(asked)] += 1
+        return SEVEN if how == "once" and counts[named(asked)] > 1 else BAD[int(number)]
+
+    for how in ("once", "always"):
+        scores, _ = ask(answer, [item(f"<<{how} {number}>>") for number in range(len(BAD))], kind, max_attempts=3)
+        for number, (bad, score) in enumerate(zip(BAD, scores, strict=True)):
+            retried = "Content-Encoding" not in bad.headers
+            assert counts[f"{how} {number}"] == ((2 if how == "once" else 3) if retried else 1), bad
+            assert score == Scored(7.0) if how == "once" and retried else refused(score)[0] == "infrastructure", bad
+
+
+@each_kind
+def test_permanent_errors_are_not_retried(kind: type[Endpoint]) -> None:
+    reasons = {400: "invalid_input", 422: "invalid_input", 403: "infrastructure", 307: "infrastructure"}
+
+    def answer(asked: Asked) -> Answer:
+        return Answer({"error": "too long"}, int(named(asked)), {"Location": "http://127.0.0.1:1/"})
+
+    scores, asked = ask(answer, [item(f"<<{status}>>") for status in reasons], kind)
+    for (status, reason), score in zip(reasons.items(), scores, strict=True):
+        assert refused(score) == (reason, f'the endpoint answered {status}: {{"error": "too long"}}')
+    assert len(asked) == len(reasons)
 
 
 @each_kind
@@ -83,14 +98,14 @@ def test_an_unreachable_address_is_infrastructure(kind: type[Endpoint]) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("bad", [Answer(hangs=True), Answer(trickles=True)], ids=["hangs", "trickles"])
-def test_a_slow_reply_times_out_its_own_item_only(kind: type[Endpoint], bad: Answer) -> None:
-    items = [item("slow" if n == 3 else f"answer {n}") for n in range(8)]
-    options: dict[str, Any] = {"timeout_seconds": 3.0, "deadline_seconds": 60.0, "max_attempts": 2}
-    scores, asked = ask(lambda asked: bad if "slow" in str(asked.body) else SEVEN, items, kind, **options)
-    assert refused(scores[3])[0] == "timeout" and "3 s (attempt 2)" in refused(scores[3])[1]
-    assert [score for n, score in enumerate(scores) if n != 3] == [Scored(7.0)] * 7
-    assert len(asked) == 9
+def test_a_slow_reply_times_out_its_own_item_only(kind: type[Endpoint]) -> None:
+    slow = {"hangs": Answer(hangs=True), "trickles": Answer(trickles=True)}
+    items = [item("<<hangs>>"), item("<<trickles>>"), *(item(f"answer {n}") for n in range(6))]
+    options: dict[str, Any] = {"timeout_seconds": 2.0, "deadline_seconds": 60.0, "max_attempts": 2}
+    scores, asked = ask(lambda asked: slow.get(named(asked), SEVEN), items, kind, **options)
+    for score in scores[:2]:
+        assert refused(score)[0] == "timeout" and "2 s (attempt 2)" in refused(score)[1]
+    assert scores[2:] == [Scored(7.0)] * 6 and len(asked) == 10
 
 
 @each_kind
@@ -231,7 +246,7 @@ def test_an_unused_endpoint_holds_no_resources(kind: type[Endpoint]) -> None:
 UNCLOSED = """
 import asyncio, threading
 from contextlib import asynccontextmanager
-from tandem.reward.endpoints.session_portal import ClosedError, SessionPortal
+from tandem.reward.endpoints.endpoint import ClientPortal, ClosedError
 
 begun = threading.Event()
 
@@ -249,7 +264,7 @@ def call():
     except ClosedError:
         pass
 
-portal = SessionPortal("test", session)
+portal = ClientPortal("test", session)
 threading.Thread(target=call, daemon=True).start()
 assert begun.wait(30)
 """
@@ -258,3 +273,99 @@ assert begun.wait(30)
 def test_a_program_that_never_closes_its_portal_exits() -> None:
     done = run_python("-c", UNCLOSED)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- limits ----
+
+
+def test_several_threads_share_one_judge() -> None:
+    def answer(asked: Asked) -> Answer:
+        return chat(json.dumps({"score": int(user_text(asked).partition("answer <")[2].partition(">")[0])}))
+
+    with MisbehavingServer(answer) as server, ThreadPoolExecutor(8) as threads:
+        with closing(endpoint(GenerativeJudge, server.url)) as judge:
+            batches = [[item(f"answer <{grade}>")] * 5 for grade in range(8)]
+            results = list(threads.map(judge.judge_batch, batches, timeout=30.0))
+        assert len(server.asked) == 40
+    assert results == [[Scored(float(grade))] * 5 for grade in range(8)]
+
+
+def test_requests_are_spread_over_the_minute() -> None:
+    began = time.monotonic()
+    scores, _ = ask(GOOD, [item("a")] * 4, requests_per_minute=300)
+    assert scores == [Scored(7.0)] * 4
+    assert time.monotonic() - began >= 0.6  # three pauses of 0.2 s cannot be shorter, however slow the machine is
+
+
+def test_waiting_for_the_rate_limit_does_not_use_up_the_deadline() -> None:
+    """Eight requests at 120 a minute take 4 s, longer than the deadline of 2 s."""
+    scores, _ = ask(GOOD, [item("a")] * 8, requests_per_minute=120, deadline_seconds=2.0)
+    assert scores == [Scored(7.0)] * 8
+
+
+def test_the_token_rate_counts_the_tokens_actually_used() -> None:
+    """Each question is estimated at 1,300 of 3,000 tokens a minute and uses 15. Without the correction, the second
+    would wait 26 s.
+    """
+    scores, _ = ask(GOOD, [item("a")] * 3, tokens_per_minute=3000, max_concurrent=1, deadline_seconds=20.0)
+    assert scores == [Scored(7.0)] * 3
+
+
+def test_a_question_larger_than_the_token_rate_is_unscored_as_limit() -> None:
+    scores, asked = ask(GOOD, [item("x" * 9000), item("a")], tokens_per_minute=3000)
+    reason, detail = refused(scores[0])
+    assert reason == "limit" and "more than tokens_per_minute 3000" in detail
+    assert scores[1] == Scored(7.0) and len(asked) == 1
+
+
+def test_a_retry_without_room_in_the_rate_is_a_timeout() -> None:
+    """The first attempt may have used its tokens, so the window has no room for a second."""
+    options = {"tokens_per_minute": 1500, "timeout_seconds": 0.2, "deadline_seconds": 2.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")], **options)
+    reason, detail = refused(scores[0])
+    assert reason == "timeout" and "room in the rate limit (attempt 2)" in detail and len(asked) == 1
+
+
+def test_waiting_too_long_for_a_slot_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_QUEUE_SECONDS", 0.1)
+    options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
+    assert [refused(score)[0] for score in scores] == ["timeout", "infrastructure"] and len(asked) == 1
+    assert refused(scores[1])[1] == "it waited 0.1 s for one of max_concurrent places"
+
+
+# ---- spending ----
+
+
+def test_spending_stops_below_the_cap() -> None:
+    answer = chat('{"score": 7}', prompt_tokens=100, completion_tokens=100)  # costs 0.0003
+    with MisbehavingServer(answer) as server:
+        prices = {"prompt_price": 1.0, "completion_price": 2.0, "max_spend": 0.01}
+        with closing(endpoint(GenerativeJudge, server.url, max_tokens=1000, **prices)) as judge:
+            scores = judge.judge_batch([item("a")] * 60)
+            spent = judge.figures()["judge_spent"]
+        num_asked = len(server.asked)
+    scored = [score for score in scores if isinstance(score, Scored)]
+    others = [score for score in scores if isinstance(score, Unscored)]
+    assert len(scored) == num_asked and spent == pytest.approx(0.0003 * num_asked) and spent <= 0.01
+    assert 20 <= num_asked < 34, "it goes on as long as the dearest answer would still fit"
+    assert others and {score.reason for score in others} == {"limit"} and "max_spend 0.01" in others[0].detail
+
+
+@pytest.mark.parametrize(
+    ("bad", "billed"),
+    [
+        (Answer(hangs=True), True),
+        (Answer({"choices": 1}), True),
+        (Answer(b"{", cut=True), True),
+        (Answer(status=500), False),
+    ],
+    ids=["hangs", "garbage", "cut", "500"],
+)
+def test_requests_that_may_have_been_billed_count_as_spent(bad: Answer, billed: bool) -> None:
+    options = {"completion_price": 1000.0, "max_spend": 5.0, "max_attempts": 1, "timeout_seconds": 1.0}
+    with MisbehavingServer(bad) as server, closing(endpoint(GenerativeJudge, server.url, **options)) as judge:
+        judge.judge_batch([item("a")])
+        figures = judge.figures()
+        assert figures["judge_requests"] == 1.0
+        assert figures["judge_spent"] == (pytest.approx(1.024) if billed else 0.0)

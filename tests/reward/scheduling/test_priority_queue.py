@@ -64,27 +64,6 @@ def test_try_continue_gives_the_same_turns_as_adding_again(waiting: set[Priority
 
 
 @in_virtual_time
-async def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None:
-    slots, order = PrioritySemaphore(2), list[Priority]()
-
-    async def one(priority: Priority) -> None:
-        await slots.acquire(priority)
-        order.append(priority)
-        slots.release()
-
-    for _ in range(2):
-        await slots.acquire("jobs")
-    jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
-    await asyncio.sleep(1.0)
-    ring = [asyncio.create_task(one("ring")) for _ in range(9)]
-    await asyncio.sleep(1.0)
-    assert not order and [slots.waiting(priority) for priority in PRIORITIES] == [9, 0, 6]
-    slots.release()
-    await asyncio.gather(*jobs, *ring)
-    assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
-
-
-@in_virtual_time
 async def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
     """Waiters are cancelled, also by timeouts, and one is cancelled just as it is admitted."""
     slots = PrioritySemaphore(1)

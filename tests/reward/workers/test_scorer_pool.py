@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
@@ -23,8 +22,9 @@ from tandem.reward.registry import ScorerSpec, make_spec
 from tandem.reward.scheduling.priority_queue import PRIORITIES, SHARE, Priority, PriorityQueue
 from tandem.reward.workers import requests
 from tandem.reward.workers.child_process import children_of, count_descendants
+from tandem.reward.workers.pool import ScorerPool
+from tests.reward.workers.conftest import Make, items, reason, value
 from tests.support.paths import ROOT
-from tests.support.pool_trouble import Make, items, reason, value
 from tests.support.processes import run_python, wait_until_gone
 from tests.support.waiting import eventually
 
@@ -41,15 +41,6 @@ def test_a_hang_or_crash_costs_only_its_item(make_pool: Make, spec: ScorerSpec, 
     assert scores[4] == Unscored("crashed", "the scoring process was killed by SIGSEGV")
 
 
-def test_a_tenth_of_hangs_and_a_tenth_of_crashes_cost_no_other_item(make_pool: Make, spec: ScorerSpec) -> None:
-    texts = [{3: "hang", 7: "exit"}.get(n % 10, str(n % 2)) for n in range(40)]
-    pool = make_pool(2, timeout_seconds=3.0)
-    scores = pool.score(spec, items(*texts))
-    for text, score in zip(texts, scores, strict=True):
-        expected = {"hang": "timeout", "exit": "crashed"}.get(text)
-        assert (reason(score) == expected) if expected else (score == Scored(float(text == "1"))), (text, score)
-
-
 def test_a_hang_of_one_caller_does_not_delay_another(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2, timeout_seconds=60.0)
     hanging = pool.submit(spec, items("hang"), "calls")
@@ -59,7 +50,7 @@ def test_a_hang_of_one_caller_does_not_delay_another(make_pool: Make, spec: Scor
     assert [reason(score) for score in hanging.wait()] == ["infrastructure"]
 
 
-def test_many_items_are_scored_in_order(make_pool: Make, spec: ScorerSpec) -> None:
+def test_many_items_and_threads_get_their_scores_in_order(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2)
     expected = [n % 3 == 0 for n in range(3000)]
     scores = pool.score(spec, items(*("1" if right else "0" for right in expected)))
@@ -67,36 +58,40 @@ def test_many_items_are_scored_in_order(make_pool: Make, spec: ScorerSpec) -> No
     assert pool.score(spec, []) == []
     assert pool.figures()["worker_items_calls"] == 3000
 
+    def call(number: int) -> list[Score]:
+        texts = ["1" if n % number else "0" for n in range(50)]
+        return pool.score(spec, items(*texts), PRIORITIES[number % 3])
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(call, range(1, 9), timeout=60.0))
+    assert found == [[Scored(float(bool(n % k))) for n in range(50)] for k in range(1, 9)]
+
 
 def test_large_items_and_much_output_do_not_deadlock(
-    make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]
+    pool: ScorerPool, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool = make_pool()
     large = "x" * 3_000_000
     assert pool.score(spec, items(large, "chat", "print", large, "1"))[-1] == Scored(1.0)
     pool.score(spec, items("1"))
     assert "spoken by the scorer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "limits", "told"),
-    [
-        ("memory", {}, "more than 4294967296 bytes of memory"),
-        ("babble", {"output_bytes": 1 << 16}, "it printed more than 65536 bytes"),
-        ("children", {"processes": 10}, "more than 10 processes at a time"),
-        ("bomb", {"processes": 10}, "more than 10 processes at a time"),
-        ("files", {"open_files": 64}, "Too many open files"),
-        ("burn", {"cpu_seconds": 0.2}, "more than 0.2 s of processor time"),
-        ("large", {}, "an answer of more than 1048576 bytes"),
-    ],
-)
 def test_exceeding_a_limit_is_unscored_as_limit(
-    make_pool: Make, spec: ScorerSpec, text: str, limits: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+    make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool = make_pool(timeout_seconds=60.0, **limits)
-    before, broken, after = pool.score(spec, items("1", text, "0"))
-    assert (before, after) == (Scored(1.0), Scored(0.0))
-    assert isinstance(broken, Unscored) and broken.reason == "limit" and told in broken.detail
+    small, short = make_pool(output_bytes=1 << 16, processes=10, open_files=64), make_pool(cpu_seconds=0.2)
+    for pool, text, told in (
+        (small, "memory", "more than 4294967296 bytes of memory"),
+        (small, "babble", "it printed more than 65536 bytes"),
+        (small, "children", "more than 10 processes at a time"),
+        (small, "bomb", "more than 10 processes at a time"),
+        (small, "files", "Too many open files"),
+        (small, "large", "an answer of more than 1048576 bytes"),
+        (short, "burn", "more than 0.2 s of processor time"),
+    ):
+        before, broken, after = pool.score(spec, items("1", text, "0"))
+        assert (before, after) == (Scored(1.0), Scored(0.0))
+        assert isinstance(broken, Unscored) and broken.reason == "limit" and told in broken.detail, text
     capsys.readouterr()
 
 
@@ -125,31 +120,30 @@ def test_memory_leaked_by_earlier_items_costs_no_later_item(make_pool: Make, spe
     ],
 )
 def test_an_item_that_cannot_be_encoded_is_unscored(
-    make_pool: Make, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch, item: ScoreItem, told: str
+    pool: ScorerPool, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch, item: ScoreItem, told: str
 ) -> None:
     monkeypatch.setattr(requests, "MAX_ITEM_BYTES", 2000)
-    scores = make_pool().score(spec, [*items("1"), item, *items("0")])
+    scores = pool.score(spec, [*items("1"), item, *items("0")])
     assert [scores[0], scores[2]] == [Scored(1.0), Scored(0.0)]
     assert reason(scores[1]) == "invalid_input" and told in scores[1].detail  # type: ignore[union-attr]
 
 
-def test_deeply_nested_and_odd_items_are_scored(make_pool: Make, spec: ScorerSpec) -> None:
+def test_deeply_nested_and_odd_items_are_scored(pool: ScorerPool, spec: ScorerSpec) -> None:
     def nested(depth: int) -> list[Any]:
         return reduce(lambda inner, _: [inner], range(depth), [])
 
     odd = [ScoreItem("test", "1", nested(depth)) for depth in (2000, 900)]
-    scores = make_pool().score(spec, [*odd, ScoreItem("test", "\ud800\0", "1"), *items("1")])
+    scores = pool.score(spec, [*odd, ScoreItem("test", "\ud800\0", "1"), *items("1")])
     assert reason(scores[0]) == "invalid_input" and scores[3] == Scored(1.0)
     assert scores[1] == Scored(0.0) or reason(scores[1]) == "invalid_input"
 
 
-def test_a_process_or_launcher_that_died_while_idle_costs_no_item(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    first = value(pool.score(spec, items("pid"))[0])
+def test_a_process_or_launcher_that_died_while_idle_costs_no_item(pool: ScorerPool, spec: ScorerSpec) -> None:
+    first, replaced = value(pool.score(spec, items("pid"))[0]), pool.replaced_workers
     launcher = psutil.Process(first).ppid()
     os.kill(first, signal.SIGKILL)
     wait_until_gone(first)
-    assert pool.score(spec, items("1")) == [Scored(1.0)] and pool.replaced_workers == 1
+    assert pool.score(spec, items("1")) == [Scored(1.0)] and pool.replaced_workers == replaced + 1
     second = value(pool.score(spec, items("pid"))[0])
     os.kill(launcher, signal.SIGKILL)
     wait_until_gone(second)
@@ -180,28 +174,13 @@ def test_the_priority_queue_gives_every_priority_its_share(busy: set[Priority], 
     assert all(set(served[start : start + waits]) == busy for start in range(0, turns - waits + 1, waits))
 
 
-def test_entries_of_one_priority_take_turns() -> None:
-    priorities: PriorityQueue[str] = PriorityQueue()
-    for name in ("a", "b", "c"):
-        priorities.add("calls", name)
-    served = []
-    for _ in range(6):
-        found = priorities.pop()
-        assert found is not None
-        served.append(found[1])
-        priorities.add(*found)
-    assert served == ["a", "b", "c", "a", "b", "c"]
-    priorities.push_front("calls", "now")
-    assert priorities.pop() == ("calls", "now")
-
-
-def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, tmp_path: Path) -> None:
+def test_the_ring_passes_a_job_in_the_pool_without_starving_it(pool: ScorerPool, tmp_path: Path) -> None:
     """With one worker that records the order: groups overtake an earlier job without stopping it."""
     (tmp_path / "note.py").write_text(
         "import time\n\ndef f(solution_str, extra_info, **item):\n"
         f"    open({str(tmp_path / 'order')!r}, 'a').write(solution_str)\n    time.sleep(0.02)\n    return 1.0\n"
     )
-    pool, spec = make_pool(), make_spec(f"{tmp_path}/note.py:f", {})
+    spec = make_spec(f"{tmp_path}/note.py:f", {})
     pool.load(spec)
     job = pool.submit(spec, items(*["j"] * 200), "jobs")
     eventually((tmp_path / "order").exists)
@@ -211,22 +190,10 @@ def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, 
     assert job.missing > 100, "the ring did not wait for the job"
     during = order[order.index("r") : order.rindex("r")]
     assert 0 < during.count("j") <= during.count("r"), "the job was not starved meanwhile, nor did it get most"
-    pool.close()
+    pool.withdraw(job)
 
 
 # ---- concurrency ----
-
-
-def test_many_threads_get_their_own_scores(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool(2)
-
-    def call(number: int) -> list[Score]:
-        texts = ["1" if n % number else "0" for n in range(50)]
-        return pool.score(spec, items(*texts), PRIORITIES[number % 3])
-
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(call, range(1, 9), timeout=60.0))
-    assert found == [[Scored(float(bool(n % k))) for n in range(50)] for k in range(1, 9)]
 
 
 def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
@@ -240,7 +207,10 @@ def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(st.text(max_size=20), max_size=5), st.recursive(st.none() | st.floats() | st.text(), st.lists))
+@given(
+    st.lists(st.text(max_size=20), max_size=5),
+    st.recursive(st.none() | st.floats() | st.text(), st.lists, max_leaves=10),
+)
 def test_items_arrive_unchanged(texts: list[str], truth: Any) -> None:
     from tandem.reward.workers.worker import _decoded
 
@@ -266,40 +236,36 @@ def test_close_kills_hanging_workers_and_all_they_started(make_pool: Make, spec:
 
 
 @pytest.mark.parametrize("left", ["child", "daemon"])
-def test_processes_left_by_an_item_end_with_its_worker(make_pool: Make, spec: ScorerSpec, left: str) -> None:
-    pool = make_pool()
+def test_processes_left_by_an_item_end_with_its_worker(pool: ScorerPool, spec: ScorerSpec, left: str) -> None:
     child, _ = pool.score(spec, items(left, "exit"))
     wait_until_gone(value(child))
 
 
-def test_a_daemon_is_killed_while_its_worker_lives(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
+def test_a_daemon_is_killed_while_its_worker_lives(pool: ScorerPool, spec: ScorerSpec) -> None:
     pid, daemon = (value(score) for score in pool.score(spec, items("pid", "daemon")))
     wait_until_gone(daemon)
     assert value(pool.score(spec, items("pid"))[0]) == pid
 
 
-@pytest.mark.parametrize("doing", ["spin", "child", "daemon"])
-def test_all_processes_end_when_the_service_is_killed(trouble: str, doing: str) -> None:
+def test_all_processes_end_when_the_service_is_killed(trouble: str) -> None:
     code = (
         "from tandem.reward.config import RewardConfig\n"
         "from tandem.reward.workers.pool import ScorerPool\n"
         "from tandem.reward.registry import make_spec\n"
         "from tandem.protos.contracts import ScoreItem\n"
         f"pool, spec = ScorerPool(RewardConfig(timeout_seconds=60)), make_spec({trouble!r}, {{}})\n"
-        "print(int(pool.score(spec, [ScoreItem('', 'pid', '')])[0].value), flush=True)\n"
-        f"print(int(pool.score(spec, [ScoreItem('', {doing!r}, '')])[0].value), flush=True)\n"
-        "pool.score(spec, [ScoreItem('', 'hang', '')])\n"
+        "for what in ('pid', 'child', 'daemon'):\n"
+        "    print(int(pool.score(spec, [ScoreItem('', what, '')])[0].value), flush=True)\n"
+        "pool.score(spec, [ScoreItem('', 'spin', '')])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline())]
         pids.append(psutil.Process(pids[0]).ppid())
-        if doing == "spin":
-            time.sleep(0.3)
-        else:
-            pids.append(int(parent.stdout.readline()))
+        pids += [int(parent.stdout.readline()) for _ in range(2)]
+        before = psutil.Process(pids[0]).cpu_times().user
+        eventually(lambda: psutil.Process(pids[0]).cpu_times().user > before + 0.1)  # it spins
     finally:
         parent.kill()
         parent.wait(timeout=10.0)

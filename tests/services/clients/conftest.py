@@ -1,4 +1,4 @@
-"""A scripted service and a client of it. Clients pause shortly between attempts."""
+"""A scripted service and a client of it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.services.clients import RewardClient
-from tandem.services.clients import streams as reward_streams
-from tests.support.scripted_reward import ScriptedReward, serving
+from tests.support.scripted_reward import ScriptedReward, scripted, service
+
+__all__ = ["scripted", "service"]
 
 
 @pytest.fixture
-def service() -> ScriptedReward:
-    return ScriptedReward()
-
-
-@pytest.fixture
-def address(service: ScriptedReward) -> Iterator[str]:
-    with serving(service) as bound:
-        yield bound
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[RewardClient]:
-    with RewardClient(address, timeout_seconds=20.0, retry_seconds=10.0) as made:
+def client(service: ScriptedReward) -> Iterator[RewardClient]:
+    with RewardClient(timeout_seconds=20.0, retry_seconds=10.0) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_streams, "_FIRST_PAUSE_SECONDS", 0.001)

@@ -104,15 +104,16 @@ def test_an_error_has_the_class_that_the_service_raised(client: RewardClient) ->
         client.cancel("gone")
 
 
-def test_a_late_reply_is_a_deadline_error(service: ScriptedReward, address: str) -> None:
+def test_a_late_reply_is_a_deadline_error(service: ScriptedReward) -> None:
     service.hang = True
-    with RewardClient(address, timeout_seconds=0.2) as client:
+    with RewardClient(timeout_seconds=0.2) as client:
         with pytest.raises(DeadlineError):
             client.score(items_of(1), timeout_seconds=0.1)
         with pytest.raises(DeadlineError):
             list(client.score_stream(items_of(1, 2)))
 
 
+@pytest.mark.usefixtures("service")
 def test_an_unreachable_service_is_named_with_its_address() -> None:
     with RewardClient("127.0.0.1:1", retry_seconds=0.1) as client:
         with pytest.raises(UnavailableError, match=r"reward service at 127\.0\.0\.1:1 cannot be reached"):
@@ -156,13 +157,13 @@ def test_a_stream_scores_incomplete_batches(client: RewardClient) -> None:
     assert known == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_stream_spans_several_calls_while_items_arrive_slowly(service: ScriptedReward, address: str) -> None:
+def test_a_stream_spans_several_calls_while_items_arrive_slowly(service: ScriptedReward) -> None:
     def slow() -> Iterator[ScoreItem]:
         for number in range(3):
-            threading.Event().wait(1.5)
+            threading.Event().wait(0.75)
             yield from items_of(number)
 
-    with RewardClient(address, timeout_seconds=1.0) as client:
+    with RewardClient(timeout_seconds=0.5) as client:
         assert values(client.score_stream(slow())) == [0.0, 1.0, 2.0]
     assert service.num_streams >= 3
 
@@ -234,14 +235,14 @@ def test_addresses_are_validated_and_resolved(monkeypatch: pytest.MonkeyPatch) -
 # --- async -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_async_client_scores_streams_and_submits(service: ScriptedReward, address: str) -> None:
+def test_the_async_client_scores_streams_and_submits(service: ScriptedReward) -> None:
     async def arriving(count: int) -> AsyncIterator[ScoreItem]:
         for item in items_of(*range(count)):
             await asyncio.sleep(0)
             yield item
 
     async def work() -> None:
-        async with AsyncRewardClient(address) as client:
+        async with AsyncRewardClient() as client:
             scores, others = await asyncio.gather(client.score(items_of(1, 2)), client.score(items_of(3)))
             assert values(scores) == [1.0, 2.0] and values(others) == [3.0]
             assert values([score async for score in client.score_stream(arriving(30))]) == list(map(float, range(30)))
@@ -263,8 +264,8 @@ def test_one_client_serves_many_threads(client: RewardClient) -> None:
     assert found == [[float(number)] for number in range(64)]
 
 
-def test_a_closed_client_may_be_closed_again_and_refuses_calls(address: str) -> None:
-    client = RewardClient(address)
+def test_a_closed_client_may_be_closed_again_and_refuses_calls() -> None:
+    client = RewardClient()
     client.close()
     client.close()
     with pytest.raises(UserError, match="this client is closed"):

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from tandem.services.cli import app
-from tests.support.scripted_reward import ScriptedReward, serving
+from tests.support.scripted_reward import scripted, service
 
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[ScriptedReward, str]]:
-    service = ScriptedReward()
-    with serving(service) as address:
-        yield service, address
-
-
-@pytest.fixture
-def service(scripted: tuple[ScriptedReward, str], monkeypatch: pytest.MonkeyPatch) -> ScriptedReward:
-    """The service that `tandem reward` finds, without jobs and requests."""
-    service, address = scripted
-    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
-    service.jobs.clear()
-    service.requests.clear()
-    return service
+__all__ = ["complaints", "reward", "scripted", "service"]
 
 
 def reward(*arguments: object, code: int = 0, given: str | None = None) -> Result:

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.protos.errors import UserError
-from tandem.services.clients import asynchronous as async_client
 from tandem.services.commands import reward_tasks
 from tests.services.commands.conftest import complaints, reward
 from tests.support.dataset_files import answers, row, write_lines
@@ -90,41 +89,42 @@ def test_scores_are_written_as_json_lines_and_as_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "s.jsonl", "s.parquet"]
 
 
-BAD_LINES = [
-    ("{not json", "row 1: line 2 is not JSON"),
-    ("[1]", "row 1: line 2 is no JSON object"),
-    (b'{"solution": "\xff"}', "row 1: line 2 is not JSON"),
-    ("", "row 1: line 2 is not JSON"),
-    ("[" * 100_000, "row 1: line 2 is not JSON"),
-    (row(1, solution=3), "row 1: solution is of type int, not text"),
-    (row(1, solution=None), "row 1: solution is missing"),
-    (row(1, solution=["a"]), "row 1: solution is of type list, not text"),
-    (row(1, reward_model="1"), "row 1: reward_model is of type str, not an object"),
-    (row(1, extra_info=[1]), "row 1: extra_info is of type list, not an object"),
-    (row(1, group=1.5), "row 1: group is of type float, not text or a whole number"),
+BAD_LINES: list[tuple[str | bytes | dict[str, Any], str]] = [
+    ("{not json", "line {} is not JSON"),
+    ("[1]", "line {} is no JSON object"),
+    (b'{"solution": "\xff"}', "line {} is not JSON"),
+    ("", "line {} is not JSON"),
+    ("[" * 100_000, "line {} is not JSON"),
+    (row(1, solution=3), "solution is of type int, not text"),
+    (row(1, solution=None), "solution is missing"),
+    (row(1, solution=["a"]), "solution is of type list, not text"),
+    (row(1, reward_model="1"), "reward_model is of type str, not an object"),
+    (row(1, extra_info=[1]), "extra_info is of type list, not an object"),
+    (row(1, group=1.5), "group is of type float, not text or a whole number"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "said"), BAD_LINES)
-def test_a_bad_row_is_named_and_the_rest_is_scored(tmp_path: Path, bad: Any, said: str) -> None:
-    line = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
-    good = [json.dumps(row(number)).encode() for number in (1, 2)]
+def test_bad_rows_are_named_and_the_rest_is_scored(tmp_path: Path) -> None:
+    lines = [row(1), *(bad for bad, _ in BAD_LINES), row(2)]
+    texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     file = tmp_path / "f.jsonl"
-    file.write_bytes(b"\n".join([good[0], line, good[1]]))
+    file.write_bytes(b"\n".join(text.encode() if isinstance(text, str) else text for text in texts))
+    faults = [f"row {n}: {said.format(n + 1)}" for n, (_, said) in enumerate(BAD_LINES, start=1)]
     done = reward("score", file)
-    (told,) = complaints(done)
-    assert told.startswith(f"{file} {said}")
-    first, second, third, _ = done.stdout.splitlines()
-    assert first == "0  1  group=2" and third == "2  2  group=2"
-    assert second.startswith(f"1  –  invalid_input: {said}")
+    told, (first, *middle, last, _) = complaints(done), done.stdout.splitlines()
+    for number, fault in enumerate(faults, start=1):
+        assert told[number - 1].startswith(f"{file} {fault}")
+        assert middle[number - 1].startswith(f"{number}  –  invalid_input: {fault}")
+    assert first == "0  1  group=2" and last == "12  2  group=2" and len(told) == len(middle) == len(faults)
     assert reward("score", file, "--strict", code=1).stdout == done.stdout
     job = reward("submit", file, "--watch")
-    assert complaints(job) == [told] and "not scored (invalid_input 1)" in job.stdout
+    assert complaints(job) == told and "not scored (invalid_input 11)" in job.stdout
     reward("submit", file, "--strict", "--key", "other", code=1)
     out = tmp_path / "s.jsonl"
     reward("submit", file, "--out", out, "--strict", code=1)
-    quoted = json.loads(out.read_text().splitlines()[1])
-    assert quoted["reason"] == "invalid_input" and said[:30] in quoted["detail"]
+    quoted = [json.loads(line) for line in out.read_text().splitlines()][1:-1]
+    for fault, one in zip(faults, quoted, strict=True):
+        assert one["reason"] == "invalid_input" and fault[:30] in one["detail"]
 
 
 def test_many_bad_rows_are_reported_in_few_lines(tmp_path: Path) -> None:
@@ -240,33 +240,6 @@ def test_the_same_file_and_rubric_are_the_same_job(service: ScriptedReward, tmp_
     answers(tmp_path, 1, 3)
     reward(*submit)
     assert len(service.jobs) == 7
-
-
-def test_an_interrupted_submission_resumes_when_it_is_repeated(service: ScriptedReward, tmp_path: Path) -> None:
-    file = answers(tmp_path, *range(2000))
-    service.breaks = [3] + [-1] * 500
-    stream_retry = async_client.StreamRetry
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_client, "StreamRetry", lambda retry, stall: stream_retry(0.01, stall))
-        reward("submit", file, code=1)
-    service.breaks = []
-    (job,) = service.jobs.values()
-    stored, before = job.next_chunk, service.num_chunks_received
-    assert stored == 4  # the reply to the last chunk was lost
-    assert reward("submit", file).stdout.splitlines()[0] == "job job-0: 2,000 items"
-    assert service.num_chunks_received - before == 8 - stored
-    assert [item.solution for item in job.items] == [str(number) for number in range(2000)]
-
-
-def test_a_cancelled_job_exits_with_1_and_has_a_row_for_every_item(tmp_path: Path) -> None:
-    reward("submit", answers(tmp_path, *range(600)))
-    told = "job job-0 cancelled: 600 items: 512 scored (mean 255.5), 88 not scored (cancelled 88)\n"
-    assert reward("cancel", "job-0").stdout == told
-    out = tmp_path / "s.jsonl"
-    assert reward("results", "job-0", "--out", out, code=1).stdout == told
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["index"] for line in lines] == list(range(600))
-    assert [line["reason"] for line in lines] == [None] * 512 + ["cancelled"] * 88
 
 
 def test_the_scorers_are_listed(service: ScriptedReward) -> None:

@@ -203,17 +203,21 @@ def test_a_job_cancelled_during_submission_exits_with_1(
     assert one_complaint(reward("submit", file, code=code)) == "job 0 is CANCELLED with 3 chunks and takes no more"
 
 
-def test_submitting_a_cancelled_job_again_is_reported(service: ScriptedReward, tmp_path: Path) -> None:
+def test_a_cancelled_job_exits_with_1_and_has_a_row_for_every_item(service: ScriptedReward, tmp_path: Path) -> None:
     rows = [{"solution": str(number), "ground_truth": "1"} for number in range(600)]
-    file = write_lines(tmp_path / "f.jsonl", rows)
+    file, out = write_lines(tmp_path / "f.jsonl", rows), tmp_path / "s.jsonl"
     reward("submit", file)
-    reward("cancel", "job-0")
+    told = "job job-0 cancelled: 600 items: 512 scored (mean 255.5), 88 not scored (cancelled 88)\n"
+    assert reward("cancel", "job-0").stdout == told == reward("results", "job-0", "--out", out, code=1).stdout
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(600))
+    assert [line["reason"] for line in lines] == [None] * 512 + ["cancelled"] * 88
     remedy = "to score the file, `tandem reward delete job-0` and submit it again, or give another --key"
     told = f"job job-0 was cancelled; {remedy}"
     assert one_complaint(reward("submit", file, code=1)) == told
     assert one_complaint(reward("submit", file, "--watch", code=1)) == told
-    out = tmp_path / "s.jsonl"
+    out.unlink()
     assert one_complaint(reward("submit", file, "--out", out, code=1)) == told
-    assert sum(json.loads(line)["reason"] == "cancelled" for line in out.read_text().splitlines()) == 88
+    assert [json.loads(line) for line in out.read_text().splitlines()] == lines
     reward("delete", "job-0")
     reward("submit", file, "--watch")

@@ -13,10 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2
-from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.protos.errors import SizeError, UnavailableError
 from tandem.reward.config import RewardConfig
-from tandem.services.clients import RewardClient
 from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
 from tandem.services.rpc.client import from_rpc_error, translated
@@ -63,13 +61,6 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
         yield one
 
 
-@pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are answered after half of their time, so that a slow machine makes no difference."""
-    monkeypatch.setattr("tandem.services.reward.request_scorer._MARGIN_SHARE", 0.5)
-    monkeypatch.setattr("tandem.services.reward.request_scorer.DEADLINE_MARGIN_SECONDS", 60.0)
-
-
 def hanging_now(log: Path) -> int:
     return len(log.read_text()) if log.exists() else 0
 
@@ -81,8 +72,10 @@ def no_time(item: reward_pb2.ScoreReply.Item) -> bool:
 # ---- the deadline ----
 
 
-@pytest.mark.usefixtures("half")
-def test_settled_scores_are_returned_before_the_deadline(service: Service) -> None:
+def test_settled_scores_are_returned_before_the_deadline(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are answered after half of their time, so that a slow machine makes no difference."""
+    monkeypatch.setattr("tandem.services.reward.request_scorer._MARGIN_SHARE", 0.5)
+    monkeypatch.setattr("tandem.services.reward.request_scorer.DEADLINE_MARGIN_SECONDS", 60.0)
     requests = [reward_pb2.ScoreRequest(items=answers("1", *texts)) for texts in (["2", "hang", "1"], ["2"])]
     found = list(service.stub.Score(requests[0], timeout=3.0).items)
     assert summary(found[:2]) == [1.0, 0.0] and no_time(found[2]) and len(found) == 4
@@ -91,20 +84,6 @@ def test_settled_scores_are_returned_before_the_deadline(service: Service) -> No
     replies = {one.request_id: one.reply.items for one in service.stub.ScoreStream(iter(stream), timeout=3.0)}
     assert summary(replies[1]) == [1.0, 0.0]
     assert summary(replies[0][:2]) == [1.0, 0.0] and no_time(replies[0][2])
-
-
-@pytest.mark.usefixtures("half")
-def test_the_python_client_gets_the_settled_scores(service: Service) -> None:
-    """Of three requests one has an item that hangs: everything outside its chunk has its score."""
-    items = [ScoreItem("", "hang" if n == 5 else str(n % 2), "1") for n in range(300)]
-    with RewardClient(service.server.address, timeout_seconds=2.0) as client:
-        found = client.score(items, timeout_seconds=4.0)
-        streamed = list(client.score_stream(items[:8]))
-    assert len(found) == 300 and isinstance(found[5], Unscored) and "the call's deadline" in found[5].detail
-    scored = [n for n, one in enumerate(found) if one == Scored(float(n % 2))]
-    assert [n for n in scored if n >= 128] == list(range(128, 300)) and set(range(5)) <= set(scored)
-    assert all(isinstance(one, Unscored) and one.reason == "timeout" for n, one in enumerate(found) if n not in scored)
-    assert len(streamed) == 8
 
 
 # ---- cancelled calls ----

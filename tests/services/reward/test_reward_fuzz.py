@@ -45,13 +45,7 @@ PROPER = {
 }
 """Statuses of a refusal that blames the caller; any other would be the service's fault."""
 
-UNARY = {
-    "Score": reward_pb2.ScoreRequest,
-    "GetJob": reward_pb2.GetJobRequest,
-    "CancelJob": reward_pb2.CancelJobRequest,
-    "ListJobs": reward_pb2.ListJobsRequest,
-    "ListScorers": reward_pb2.ListScorersRequest,
-}
+METHODS = ("Score", "ScoreStream", "SubmitJob", "WatchJob", "GetJob", "CancelJob", "ListJobs", "ListScorers")
 SLOW = ("numeric", "tags", "repetition", "language", "short_answer", "math_boxed")
 WIDE = "".join(
     f'[[components]]\nscorer = "{SLOW[n % 6]}"\nname = "n{n}"\noptional = true\n' for n in range(MAX_SCORERS)
@@ -100,7 +94,7 @@ class Fuzz:
         elif dice < 0.4:
             parts = [self.mutated(part) for part in parts]
         if dice > 0.98:
-            method = self.chance.choice([*UNARY, "WatchJob", "SubmitJob", "ScoreStream", "Nothing", "score"])
+            method = self.chance.choice([*METHODS, "Nothing", "score"])
         return method, parts
 
     def mutated(self, data: bytes) -> bytes:
@@ -123,9 +117,7 @@ class Fuzz:
 
     def text(self) -> str:
         if self.chance.random() < 0.3:
-            return "".join(
-                chr(self.chance.choice([10, 48, 65, 0x20AC, 0x1F600])) for _ in range(self.chance.randrange(40))
-            )
+            return "".join(self.chance.choices("\n0A€😀", k=self.chance.randrange(40)))
         return self.chance.choice(TEXTS)
 
     def item(self) -> Item:
@@ -159,10 +151,8 @@ class Fuzz:
 
     def score_stream(self) -> tuple[str, list[Any]]:
         requests = [self.score()[1][0] for _ in range(self.chance.randrange(4))]
-        return "ScoreStream", [
-            reward_pb2.ScoreStreamRequest(request_id=self.chance.randrange(2**64), request=request)
-            for request in requests
-        ]
+        stream = reward_pb2.ScoreStreamRequest
+        return "ScoreStream", [stream(request_id=self.chance.randrange(2**64), request=one) for one in requests]
 
     def submit(self) -> tuple[str, list[Any]]:
         key = self.chance.choice(["", "a", "b", "x" * 201, self.text(), str(self.chance.random())])
@@ -201,10 +191,8 @@ def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.Sta
         assert error.code() in PROPER and error.details(), f"{said}: {[part[:300] for part in parts]}"
         return error.code()
     if method == "Score":
-        asked, found = (
-            READERS[f"/{SERVICE_NAME}/{method}"](b"".join(parts)),
-            reward_pb2.ScoreReply.FromString(replies[0]),
-        )
+        asked: Any = READERS[f"/{SERVICE_NAME}/{method}"](b"".join(parts))
+        found = reward_pb2.ScoreReply.FromString(replies[0])
         assert [one.WhichOneof("result") is not None for one in found.items] == [True] * len(asked.items)
     if method == "ScoreStream":
         assert len(replies) == len(parts)
@@ -257,7 +245,7 @@ def throw_garbage(address: str, chance: random.Random) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_no_request_breaks_the_service(tmp_path: Path, number: int) -> None:
     with (
         running_reward(tmp_path) as address,

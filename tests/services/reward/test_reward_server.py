@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +16,7 @@ from tandem.reward.rubric.rubric import MAX_SCORERS
 from tandem.reward.scorers.tags import MAX_NAMES
 from tandem.services.reward.request_scorer import is_quick
 from tandem.services.reward.server import SERVICE_NAME
-from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
+from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.client import from_rpc_error, translated
 from tests.support.reward_server import (
     EXACT,
@@ -150,19 +148,6 @@ def test_small_requests_need_no_thread(service: Service) -> None:
         is_quick(default, 64, 64 * 1000) and is_quick(numeric, 8, 8 * 500) and is_quick(core.compile(EXACT), 64, 64_000)
     )
     assert not is_quick(default, 1, 129 << 10) and not is_quick(numeric, 1, 16 << 10) and not is_quick(wide, 1, 1)
-
-
-def test_replies_are_built_in_the_scoring_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-
-    def watched(scores: Any) -> reward_pb2.ScoreReply:
-        threads.append(threading.current_thread().name)
-        return reply_of(scores)
-
-    monkeypatch.setattr("tandem.services.reward.request_scorer.reply_of", watched)
-    with serving(redis_url, ScriptedCore(), with_jobs=False) as one:
-        assert summary(one.score(answers("1", "2"))) == [1.0, 0.0]
-    assert len(threads) == 1 and threads[0].startswith("score")
 
 
 def test_a_long_batch_for_a_remote_scorer_is_sliced_and_groups_stay_together(redis_url: str) -> None:

@@ -16,8 +16,8 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.reward.service import Progress, ScoringWorker, scored_row, unscored_rows_required
+from tests.services.reward.conftest import answers, collect, generate, rewards, run_of, trajectory
 from tests.support.redis_ring import claim
-from tests.support.reward_ring import answers, collect, generate, rewards, run_of, trajectory
 from tests.support.reward_server import ScriptedCore
 from tests.support.waiting import eventually, looping
 
@@ -99,16 +99,6 @@ def test_rows_of_a_grouped_scorer_are_scored_again_together(buffer: Buffer, grou
         assert rewards(collect(buffer, 1)[group_id]) == [1.0, 1.0, 0.0, None]
     assert [[item.solution for item in items] for _, items in core.batches] == [["1", "timeout*1", "2"], second]
     assert {(priority, item.group) for priority, items in core.batches for item in items} == {("ring", group_id)}
-
-
-def test_only_failed_rows_are_scored_again(buffer: Buffer) -> None:
-    core = ScriptedCore()
-    ids = generate(buffer, [answers("1", "timeout*1", "2"), answers("crashed*2", "1", "1")])
-    with scoring(buffer, core):
-        groups = collect(buffer, 2)
-    assert [rewards(groups[one]) for one in ids] == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
-    assert core.asked.count("2") == 1 and core.asked.count("timeout*1") == 2 and core.asked.count("crashed*2") == 3
-    assert buffer.counts()["dropped"] == 0
 
 
 def test_spent_attempts_drop_the_group_with_its_reason(buffer: Buffer) -> None:

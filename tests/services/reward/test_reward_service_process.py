@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +15,14 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2
-from tandem.protos.errors import EnvironmentLackError
+from tandem.protos import reward_pb2
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
-from tandem.services.config.recipe import ServiceConfig
 from tandem.services.reward.server import SERVICE_NAME
-from tandem.services.reward.standalone import main as serve_alone
+from tests.services.reward.conftest import answers, collect, generate, rewards, run_of
 from tests.support.paths import ROOT
 from tests.support.reward_process import RewardProcess, running_reward
-from tests.support.reward_ring import answers, collect, generate, rewards, run_of
-from tests.support.reward_server import EXACT, Calls, summary
+from tests.support.reward_server import EXACT, Calls
 from tests.support.reward_server import answers as job_items
 from tests.support.service_wire import ask_info, check_what_it_says, health_of
 from tests.support.waiting import eventually
@@ -145,49 +141,6 @@ def test_a_scorer_that_cannot_be_built_is_a_one_line_error(start: Start) -> None
 
 
 # ---- without a run ----
-
-
-def test_replicas_on_one_redis_share_their_jobs(redis_url: str, tmp_path: Path) -> None:
-    overrides = ("jobs.namespace=replicas", "reward.num_workers=1")
-    one = RewardProcess(tmp_path, *overrides, redis_url=redis_url, name="one")
-    two = RewardProcess(tmp_path, *overrides, redis_url=redis_url, name="two")
-    try:
-        with Calls(f"{one.address},{two.address}") as both:
-            job_id = both.submit(*[job_items("1", "2")] * 20, key="shared").job.job_id
-            info = common_pb2_grpc.InfoServiceStub(both.channel)
-
-            def answered() -> set[float]:
-                """The replicas that answer four calls in sequence."""
-                return {info.Info(common_pb2.InfoRequest(), timeout=20).started_at for _ in range(4)}
-
-            eventually(lambda: len(answered()) == 2)
-            for _ in range(4):  # calls rotate, and each replica knows the job
-                assert both.job(job_id).num_items == 40
-            assert len(answered()) == 2
-            two.kill()
-            for _ in range(10):  # a call to the dead replica is retried at the other
-                assert summary(both.score(job_items("1"))) == [1.0]
-            assert both.watch(job_id, with_results=False)[-1].job.num_scored == 40
-    finally:
-        two.kill()
-        assert one.terminate() == 0
-
-
-def test_info_answers_before_the_service_is_ready(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[common_pb2.InfoReply] = []
-
-    def too_early(*_: Any, info: Any, **__: Any) -> None:
-        told.append(info())
-        raise EnvironmentLackError("that was all")
-
-    monkeypatch.setattr("tandem.services.reward.standalone.stop_event", threading.Event)
-    monkeypatch.setattr("tandem.services.reward.standalone.ServerThread", too_early)
-    with pytest.raises(EnvironmentLackError, match="that was all"):
-        serve_alone(ServiceConfig(), host="127.0.0.1", redis_url=redis_url, folder=tmp_path)
-    (reply,) = told
-    assert (reply.service, reply.activity, reply.figures["workers_replaced"]) == ("reward", "starting", 0)
 
 
 def test_a_service_runs_alone_with_its_own_redis(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ PIECES = st.lists(st.sampled_from(['"', '"a"', "b", ",", "[", "]", "\n", " ", "1
 
 
 @example(['"', '"', '"c","d"'])
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(PIECES.map("".join), TEXT.map(json.dumps)), min_size=1, max_size=4))
 def test_texts_parsed_together_equal_texts_parsed_alone(truths: list[str]) -> None:
     """This holds even if two invalid texts would be valid JSON when joined."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
@@ -15,7 +14,7 @@ from tandem.protos import reward_pb2
 from tandem.protos.errors import UnavailableError
 from tandem.services.config.recipe import JobsConfig
 from tests.support.reward_process import RewardProcess
-from tests.support.reward_server import Calls, Item, Request, ScriptedCore, answers, serving, submission, summary
+from tests.support.reward_server import Calls, Item, ScriptedCore, answers, serving, submission, summary
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -134,30 +133,6 @@ def test_a_job_survives_repeated_kills_of_redis(folder: Path, start: Start) -> N
     assert submit(service.address, "redis").job_id == job.job_id
     assert_all_scored_once(service.address, job.job_id)
     assert service.terminate() == 0
-
-
-def test_a_submission_resumes_after_every_process_was_killed(folder: Path, start: Start) -> None:
-    """Acknowledged chunks are there after the restart, and the submission resumes after them."""
-    go_on(folder)
-    service = start()
-    stored, key = 0, "everything"
-
-    def requests() -> Iterator[Request]:
-        for request in submission(*chunks(), key=key):
-            eventually(lambda part=request.chunk: stored >= 20 or part.index <= stored)
-            if stored >= 20:
-                service.kill()  # and its Redis
-            yield request
-
-    with Calls(service.address) as one, pytest.raises(grpc.RpcError):
-        for reply in one.stub.SubmitJob(requests(), timeout=60):
-            stored, job = reply.next_chunk, reply.job
-    again = start()
-    found = job_at(again.address, job.job_id)
-    assert found.num_items >= stored * CHUNK_ITEMS and found.num_scored >= job.num_scored
-    assert submit(again.address, key).job_id == job.job_id
-    assert_all_scored_once(again.address, job.job_id)
-    assert again.terminate() == 0
 
 
 @pytest.mark.parametrize(("grouped", "blamed"), [(False, [137]), (True, [136, 137])])

@@ -1,15 +1,38 @@
-"""The laws of reward jobs in Redis: items end once, late results are refused, chunks are stored once, limits hold."""
+"""The laws of reward jobs in Redis that its twin does not check, and the limit of results: which are given up, which
+calls are refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
+import grpc
 import pytest
+import redis
+from click.testing import Result
+from typer.testing import CliRunner
 
-from tandem.protos.errors import DataError, JobError, JobExistsError, LedgerError, UnknownJobError
-from tandem.services.reward.jobs.store import CANCELLED, ChunkResult, JobStore
-from tests.support.job_calls import LEASE_SECONDS, claim, expire, finish, keys_of, new_store, submit
-from tests.support.redis_ring import lose_every_answer
+from benchmarks.reward_job import demands, measure
+from tandem.protos import reward_pb2
+from tandem.protos.errors import (
+    EnvironmentLackError,
+    JobError,
+    JobExistsError,
+    JobLimitError,
+    LedgerError,
+    UnknownJobError,
+)
+from tandem.services.cli import app
+from tandem.services.clients import RewardClient
+from tandem.services.config.recipe import JobsConfig
+from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
+from tandem.services.rpc.client import translated
+from tests.services.reward.conftest import LEASE_SECONDS, claim, finish, keys_of, new_store, submit
+from tests.support.dataset_files import write_lines
+from tests.support.redis_ring import lose_every_answer, running_redis
+from tests.support.reward_server import ScriptedCore, Service, answers, code_of, serving, submission, summary
 from tests.support.waiting import eventually
 
 
@@ -53,22 +76,6 @@ def test_the_same_key_is_the_same_job(store: JobStore) -> None:
     assert len(store.list_jobs(10)) == 3
 
 
-def test_a_chunk_is_stored_once_and_in_order(store: JobStore) -> None:
-    job = submit(store, 3)
-    stored, again = store.add_chunk(job.job_id, 0, 7, b"other")
-    assert stored and again == job
-    with pytest.raises(DataError, match="chunk 2 came before chunk 1"):
-        store.add_chunk(job.job_id, 2, 1, b"")
-    with pytest.raises(DataError, match="has 1 chunks, the seal says 2"):
-        store.seal(job.job_id, 2)
-    sealed = store.seal(job.job_id, 1)
-    assert store.seal(job.job_id, 1) == sealed
-    assert store.add_chunk(job.job_id, 0, 3, b"")[0], "known for ever"
-    with pytest.raises(JobError, match="is RUNNING with 1 chunks and takes no more"):
-        store.add_chunk(job.job_id, 1, 1, b"")
-    assert claim(store).items == b"key 0"
-
-
 @pytest.mark.parametrize("job_id", ["0" * 32, "", "x", "../../etc", "0" * 31 + "\n", "é" * 32])
 def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:
     for verb in (
@@ -83,41 +90,6 @@ def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:
             verb()
 
 
-def test_a_late_result_is_refused_and_counted(store: JobStore) -> None:
-    submit(store, 2, seal=True)
-    late = claim(store)
-    expire(store, late)
-    fresh = claim(store, "two")
-    assert fresh.token > late.token and (fresh.losses, fresh.attempts) == (1, 0)
-    assert not finish(store, late, 2) and store.renew([late, fresh], LEASE_SECONDS) == [late.token]
-    assert not store.give_back(late, attempts=1, partial=b"", pause_seconds=0.0)
-    assert finish(store, fresh, 2) and not finish(store, fresh, 2), "once"
-    counts = store.counts()
-    assert (counts["stale_results_refused"], counts["leases_expired"], counts["items_ended"]) == (2, 1, 2)
-
-
-def test_a_holder_that_outlives_its_lease_is_not_counted_as_a_death(store: JobStore) -> None:
-    submit(store, 2, seal=True)
-    first = claim(store)
-    expire(store, first)
-    assert store.renew([first], LEASE_SECONDS) == [], "Redis was away: nobody has taken it"
-    expire(store, first)
-    second = claim(store, "two")
-    assert second.losses == 1 and store.register("two") == 1
-    for _ in range(2):
-        assert store.renew([first], LEASE_SECONDS) == [first.token]
-    third = claim(store, "two")
-    assert third.losses == 1, "the second died, the first did not"
-    assert store.save(third, partial=b"half", under_way=1, cleared=False)
-    assert not store.save(first, partial=b"other", under_way=7, cleared=True)
-    assert store.register("two") == 1
-    fourth = claim(store)
-    assert (fourth.losses, fourth.under_way, fourth.partial) == (2, 1, b"half")
-    assert store.save(fourth, partial=b"all", under_way=0, cleared=True) and store.register("one") == 1
-    fifth = claim(store)
-    assert (fifth.losses, fifth.under_way, fifth.partial) == (1, 0, b"all")
-
-
 def test_a_chunk_given_back_waits_for_its_pause_and_keeps_its_partial_results(store: JobStore) -> None:
     submit(store, 2)
     assert store.give_back(claim(store), attempts=1, partial=b"half", pause_seconds=300.0)
@@ -127,25 +99,6 @@ def test_a_chunk_given_back_waits_for_its_pause_and_keeps_its_partial_results(st
     assert store.give_back(paused, attempts=2, partial=b"", pause_seconds=0.0)
     again = claim(store)
     assert (again.partial, again.attempts, again.losses) == (b"half", 2, 0)
-
-
-def test_a_cancelled_job_ends_at_once_and_refuses_chunks_and_results(store: JobStore) -> None:
-    job = submit(store, 1, 2, 3)
-    assert finish(store, claim(store), 1)
-    held = claim(store)
-    job = store.cancel(job.job_id)
-    assert (job.state, job.num_scored, job.num_unscored, job.num_waiting) == ("CANCELLED", 1, {CANCELLED: 5}, 0)
-    assert not finish(store, held, 2) and store.claim("one", LEASE_SECONDS, 0) is None
-    assert store.cancel(job.job_id) == job and store.events(job.job_id, 0, 100) == (job, [b"scored"])
-    with pytest.raises(JobError, match="is CANCELLED with 3 chunks and takes no more"):
-        store.add_chunk(job.job_id, 3, 1, b"")
-    with pytest.raises(JobError, match="is CANCELLED"):
-        store.seal(job.job_id, 3)
-    counts = store.counts()
-    assert (counts["unscored_bytes"], counts["chunks_waiting"], counts["chunks_leased"]) == (0, 0, 0)
-    assert store.cancel(submit(store, 1, key="done").job_id).num_unscored == {CANCELLED: 1}
-    done = submit(store, key="over", seal=True)
-    assert store.cancel(done.job_id).state == "DONE"
 
 
 def test_a_result_with_a_wrong_number_of_items_is_a_ledger_error(store: JobStore) -> None:
@@ -170,39 +123,6 @@ def test_higher_priority_comes_first_and_jobs_of_equal_priority_take_turns(store
     )
     assert order.index("small 2") < order.index("short 1"), "turns are of items, not of chunks"
     assert [one for one in order if one.startswith("long")] == [f"long {n}" for n in range(1, 6)]
-
-
-def test_a_later_job_takes_turns_and_does_not_overtake(store: JobStore) -> None:
-    submit(store, *[10] * 10, key="early")
-    for _ in range(5):
-        claim(store)
-    submit(store, *[10] * 5, key="late")
-    order = [claim(store).items.decode().split()[0] for _ in range(10)]
-    assert all(abs(order[:n].count("early") - order[:n].count("late")) <= 1 for n in range(10)), order
-
-
-def test_a_job_may_fill_half_of_the_room_and_a_job_alone_always_has_room(redis_url: str) -> None:
-    store = new_store(redis_url)
-    store.connection.run("configure", 10**9, 1 << 20, 1 << 30)
-    quarter = b"x" * ((1 << 18) - 1024)
-    first, second, third = (store.submit(key, rubric="", priority=0) for key in "abc")
-    assert store.add_chunk(first.job_id, 0, 1, quarter)[0] and store.add_chunk(first.job_id, 1, 1, quarter)[0]
-    assert not store.add_chunk(first.job_id, 2, 1, b"")[0], "half of the room is the job's"
-    assert store.add_chunk(first.job_id, 1, 1, quarter)[0], "it is stored"
-    assert store.add_chunk(second.job_id, 0, 1, quarter)[0] and store.add_chunk(second.job_id, 1, 1, quarter)[0]
-    assert not store.add_chunk(third.job_id, 0, 1, b"")[0] and not store.has_room(third.job_id, 0)[0], (
-        "there is no more"
-    )
-    held = [claim(store), claim(store)]  # the first chunk of each job, because jobs take turns
-    assert finish(store, next(one for one in held if one.job_id == first.job_id), 1)
-    assert store.has_room(third.job_id, 0)[0] and store.add_chunk(third.job_id, 0, 1, b"")[0]
-    assert not store.has_room(first.job_id, len(quarter))[0] and store.has_room(first.job_id, 0)[0]
-    store.cancel(first.job_id), store.cancel(third.job_id)
-    assert store.has_room(first.job_id, 1 << 20)[0], "it takes none any more: asking again says so"
-    assert not store.has_room(second.job_id, 0)[0]
-    store.cancel(second.job_id)
-    huge = store.submit("huge", rubric="", priority=0)
-    assert store.add_chunk(huge.job_id, 0, 1, quarter * 5)[0]
 
 
 def test_ended_and_abandoned_jobs_are_forgotten_after_retention_and_waiting_ones_are_not(redis_url: str) -> None:
@@ -239,3 +159,207 @@ def test_calls_repeated_after_a_lost_reply_change_nothing(store: JobStore, monke
     job = store.cancel(job.job_id)
     assert (job.state, job.num_scored, job.sum_values, job.num_results) == ("DONE", 5, 2.5, 2)
     assert store.counts()["unscored_bytes"] == 0 and store.counts()["stale_results_refused"] == 0
+
+
+RECORD_BYTES = 4096
+OVERHEAD_BYTES = 256
+
+
+def finished(store: JobStore, key: str, num_bytes: int, *, seal: bool = True) -> JobRecord:
+    """A job whose only chunk has results of this many bytes."""
+    job = submit(store, 1, key=key, seal=seal)
+    results = b"r" * (num_bytes - OVERHEAD_BYTES)
+    assert store.complete(claim(store), ChunkResult(results, 1, 1.0, {}))
+    return store.events(job.job_id, 0, 0)[0]
+
+
+def kept(store: JobStore) -> float:
+    return store.counts()["result_bytes"]
+
+
+# ---- the limit ----
+
+
+def test_the_default_limit_is_twice_the_limit_of_unscored_bytes() -> None:
+    assert JobsConfig().result_bytes == 2 * JobsConfig().max_unscored_bytes == 1 << 29
+    assert JobsConfig(max_unscored_bytes=1 << 25).result_bytes == 1 << 26
+    assert JobsConfig(max_result_bytes=5).result_bytes == 5
+    assert JobsConfig(max_result_bytes=5).redis_bytes == JobsConfig().max_unscored_bytes + 5
+
+
+def test_beyond_the_limit_the_job_that_ended_first_gives_up_its_results(redis_url: str) -> None:
+    with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
+        late = submit(store, 1, key="late", seal=True)  # submitted first, never ends
+        claim(store)
+        first, second = finished(store, "first", 10_000), finished(store, "second", 8_000)
+        assert kept(store) == 3 * RECORD_BYTES + 18_000 and first.result_bytes == RECORD_BYTES + 10_000
+        third = finished(store, "third", 7_000)
+        states = {job.idempotency_key: job.state for job in store.list_jobs(10)}
+        assert states == {"late": "RUNNING", "first": "EXPIRED", "second": "DONE", "third": "DONE"}
+        gone, _ = store.events(first.job_id, 0, 0)
+        assert (gone.num_scored, gone.sum_values, gone.ended) == (1, 1.0, True) and gone.expires_at == first.expires_at
+        assert gone.result_bytes == RECORD_BYTES and kept(store) == 4 * RECORD_BYTES + 15_000
+        assert not store.connection.redis.exists(store.connection.key(f"results:{first.job_id}"))
+        with pytest.raises(JobError, match=f"job {first.job_id} is EXPIRED: its results were given up"):
+            store.events(first.job_id, 0, 1)
+        for job in (second, third):
+            assert len(store.events(job.job_id, 0, 1)[1]) == 1
+        assert store.counts()["jobs_expired"] == 1
+        assert store.submit("first", rubric="", priority=0).job_id == first.job_id, "its key still means it"
+        assert store.cancel(late.job_id).state == "CANCELLED"
+
+
+def test_a_rubric_counts_until_its_job_ends_and_is_compared_even_later(redis_url: str) -> None:
+    with closing(new_store(redis_url)) as store:
+        job = store.submit("key", rubric="r" * 60_000, priority=0)
+        assert kept(store) == job.result_bytes == RECORD_BYTES + 60_000
+        job = store.seal(job.job_id, 0)
+        assert kept(store) == job.result_bytes == RECORD_BYTES
+        assert store.submit("key", rubric="r" * 60_000, priority=0) == job
+        with pytest.raises(JobError, match="another rubric"):
+            store.submit("key", rubric="r" * 59_999 + "s", priority=0)
+
+
+def test_counted_bytes_are_at_least_the_memory_that_redis_uses(tmp_path: Path) -> None:
+    """Covers the least favourable jobs: one item per chunk, long keys and names, and results that no job record pays
+    for.
+    """
+    with running_redis(tmp_path) as url, closing(new_store(url)) as store:
+
+        def used() -> int:
+            for key in store.connection.redis.scan_iter(f"{store.connection.prefix}answer:*", count=1000):
+                store.connection.redis.delete(key)  # replies are kept for a minute only
+            store.connection.redis.memory_purge()
+            return int(store.connection.server_info("memory")["used_memory"])
+
+        def assert_counted() -> None:
+            assert used() - before <= kept(store) - counted
+
+        store.connection.redis.config_set("appendfsync", "no")  # the test measures memory only
+        before, counted = used(), 0.0
+        for number in range(400):
+            job = store.submit(f"{number:0200}", rubric="r" * 100, priority=0, name="n" * 200, digest="d" * 64)
+            for index in range(1 + number % 3):
+                store.add_chunk(job.job_id, index, 1, b"x" * 40)
+                store.complete(claim(store), ChunkResult(b"r" * 40, 1, 1.0, {}))
+            store.seal(job.job_id, 1 + number % 3)
+        assert_counted()
+        before, counted = used(), kept(store)
+        job = store.submit("many", rubric="", priority=0)  # its record pays for nothing else
+        for index in range(400):
+            store.add_chunk(job.job_id, index, 1, b"x" * 40)
+            store.complete(claim(store), ChunkResult(b"r" * 40, 1, 1.0, {}))
+        counted += RECORD_BYTES
+        assert_counted()
+
+
+# ---- deleting ----
+
+
+def test_deleting_a_job_frees_its_key_and_its_bytes(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(new_store(redis_url)) as store:
+        lose_every_answer(monkeypatch)
+        job = finished(store, "key", 5_000)
+        assert store.delete(job.job_id) == job
+        assert kept(store) == 0 and store.list_jobs(10) == []
+        for verb in (store.cancel, lambda job_id: store.events(job_id, 0, 1)):
+            with pytest.raises(UnknownJobError, match="it was never submitted, or it was deleted"):
+                verb(job.job_id)
+        assert keys_of(store) <= {"meta", "by_key"}
+        assert finished(store, "key", 5_000).job_id != job.job_id
+
+
+def test_a_full_redis_still_takes_a_deletion(tmp_path: Path) -> None:
+    with running_redis(tmp_path) as url, closing(new_store(url)) as store:
+        job = finished(store, "key", 5_000)
+        with closing(redis.Redis.from_url(url, protocol=2)) as client:
+            client.config_set("maxmemory", 1)
+            with pytest.raises(EnvironmentLackError, match="is full: raise its `maxmemory`, or delete jobs"):
+                store.submit("new", rubric="", priority=0)
+            assert store.delete(job.job_id) == job
+            client.config_set("maxmemory", 0)
+        assert store.list_jobs(10) == [] and kept(store) == 0
+
+
+# ---- over gRPC ----
+
+
+def test_a_job_with_too_many_results_is_refused_and_keeps_them(redis_url: str) -> None:
+    jobs = JobsConfig(max_result_bytes=40_000)
+    with serving(redis_url, jobs=jobs, with_jobs=False) as one:
+        limits = one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).limits
+        assert (limits["max_result_bytes"], limits["max_result_bytes_per_job"]) == (40_000, 20_000)
+        *requests, chunk, _ = submission(*[answers("1")] * 61, key="large")
+        job_id = one.send(requests)[-1].job.job_id
+        with one.job_worker:
+            eventually(lambda: one.job(job_id).num_waiting == 0)
+            with (
+                pytest.raises(JobLimitError, match=r"half of jobs\.max_result_bytes = 40000; raise") as caught,
+                translated(),
+            ):
+                one.send([requests[0], chunk])
+            assert isinstance(caught.value.__cause__, grpc.RpcError)
+            assert code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
+            one.cancel(job_id)
+            assert summary(one.results(job_id)) == [1.0] * 60
+
+
+def reward(service: Service, *arguments: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["reward", *map(str, arguments), "--address", service.server.address])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_results_given_up_are_an_error_until_the_job_is_deleted_and_submitted_again(
+    redis_url: str, tmp_path: Path
+) -> None:
+    rows = [{"solution": str(number), "ground_truth": "1"} for number in range(100)]
+    file, out = write_lines(tmp_path / "answers.jsonl", rows), tmp_path / "scores.jsonl"
+    with (
+        serving(redis_url, jobs=JobsConfig(max_result_bytes=25_000)) as one,
+        RewardClient(one.server.address) as client,
+    ):
+        first = reward(one, "submit", file, "--watch").stdout.split()[1].removesuffix(":")
+        while (job := one.job(first)).state != reward_pb2.Job.EXPIRED:
+            job_id = one.submit(answers(*["1"] * 100)).job.job_id
+            assert summary(one.results(job_id)) == [1.0] * 100
+        assert job.num_scored == 100
+        assert client.wait(first).state == "expired" and client.get(job_id).state == "done"
+        with pytest.raises(JobError, match="is EXPIRED"):
+            list(client.results(first))
+        told = f"the results of job {first} were given up for those of later jobs"
+        assert told in reward(one, "results", first, code=1).stderr
+        assert "is EXPIRED" in reward(one, "results", first, "--out", out, code=1).stderr and not out.exists()
+        assert told in reward(one, "submit", file, code=1).stderr
+        assert " expired " in reward(one, "jobs").stdout
+        assert reward(one, "delete", first).stdout.startswith(f"deleted: job {first} expired: 100 items: 100 scored")
+        assert "there is no job" in reward(one, "results", first, code=2).stderr
+        reward(one, "submit", file, "--out", out)
+        assert len(out.read_text().splitlines()) == 100
+
+
+def test_a_client_deletes_an_ended_job(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core) as one, RewardClient(one.server.address) as client:
+        job_id = one.submit(answers("wait")).job.job_id
+        with pytest.raises(JobError, match="is RUNNING; cancel it first") as caught:
+            client.delete(job_id)
+        assert isinstance(caught.value.__cause__, grpc.RpcError)
+        assert code_of(caught.value.__cause__) == "FAILED_PRECONDITION"
+        assert reward(one, "delete", job_id, code=2).stderr.count("\n") == 1
+        core.go_on.set()
+        ended = client.wait(job_id)
+        assert client.delete(job_id) == ended
+        with pytest.raises(UnknownJobError):
+            client.get(job_id)
+        with pytest.raises(UnknownJobError):
+            client.delete("0" * 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_does_not_grow_with_the_size_of_a_job(tmp_path: Path) -> None:
+    """benchmarks/reward_job.py covers a million items."""
+    found = measure(tmp_path, (20_000, 200_000))
+    assert [job["rows"] for job in found] == [20_000, 200_000]
+    assert [line for line, met in demands(found) if not met] == []

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from tandem.protos.errors import DataError, JobError, JobExistsError, JobLimitError, UnknownJobError
 from tandem.services.reward.jobs.store import CANCELLED, ChunkClaim, ChunkResult
-from tests.support.job_calls import LEASE_SECONDS, expire, new_store
+from tests.services.reward.conftest import LEASE_SECONDS, expire, new_store
 
 LIMIT = 8000
 OVERHEAD = 1024
@@ -35,7 +35,7 @@ WORKERS = ("one", "two")
 @dataclass
 class TwinChunk:
     num_items: int
-    num_bytes: int
+    items: bytes
     first_item: int
     place: int
     state: str = "waiting"
@@ -46,6 +46,10 @@ class TwinChunk:
     lost: set[int] = field(default_factory=set)
     under_way: int = 0
     partial: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.items) + OVERHEAD
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Jobs(RuleBasedStateMachine):
         self.deleted: list[TwinJob] = []
         self.ended: list[TwinJob] = []
         """Jobs that can give up results, in the order in which they ended."""
-        self.num_expired = 0
+        self.sums = dict.fromkeys(("jobs_expired", "items_ended", "leases_expired", "stale_results_refused"), 0)
         self.served: dict[int, int] = {}
         self.numbers = itertools.count()
 
@@ -100,7 +104,7 @@ class Jobs(RuleBasedStateMachine):
         key = f"key-{next(self.numbers)}"
         self._give_up()
         if self.kept > RESULT_LIMIT:
-            with pytest.raises(JobLimitError, match="max_result_bytes"):
+            with pytest.raises(JobLimitError, match=f"jobs.max_result_bytes = {RESULT_LIMIT}; try again"):
                 self.store.submit(key, rubric="", priority=priority)
             return multiple()
         self.jobs[key] = TwinJob(self.store.submit(key, rubric="", priority=priority).job_id, priority)
@@ -113,29 +117,37 @@ class Jobs(RuleBasedStateMachine):
         with pytest.raises(JobExistsError):
             self.store.submit(key, rubric="", priority=job.priority + 1)
 
-    @rule(key=keys, offset=st.sampled_from([0, 0, 0, 0, -1, 1]), items=st.integers(1, 5), size=st.integers(0, 3000))
-    def add_chunk(self, key: str, offset: int, items: int, size: int) -> None:
-        job = self.jobs[key]
+    @rule(
+        key=keys,
+        offset=st.sampled_from([0, 0, 0, 0, -1, 1]),
+        num_items=st.integers(1, 5),
+        size=st.one_of(st.integers(0, 3000), st.just(2 * LIMIT)),
+    )
+    def add_chunk(self, key: str, offset: int, num_items: int, size: int) -> None:
+        job, items = self.jobs[key], f"{next(self.numbers):0{size}}".encode()
         index = len(job.chunks) + offset
         if index < 0:
             return
         if offset >= 0 and (job.state != "OPEN" or offset == 1):
-            with pytest.raises(JobError if job.state != "OPEN" else DataError):
-                self.store.add_chunk(job.job_id, index, items, b"x" * size)
+            told = f"chunk {index} came before chunk {len(job.chunks)}"
+            if job.state != "OPEN":
+                told = f"is {job.state} with {len(job.chunks)} chunks and takes no more"
+            with pytest.raises(JobError if job.state != "OPEN" else DataError, match=told):
+                self.store.add_chunk(job.job_id, index, num_items, items)
             return
-        room = self._has_room(job, size + OVERHEAD)
+        room = self._has_room(job, len(items) + OVERHEAD)
+        assert self.store.has_room(job.job_id, len(items))[0] == (room or job.state != "OPEN")
         if offset == 0 and room and self._is_beyond_results(job):
             with pytest.raises(JobLimitError, match="max_result_bytes"):
-                self.store.add_chunk(job.job_id, index, items, b"x" * size)
+                self.store.add_chunk(job.job_id, index, num_items, items)
             return
-        stored, _ = self.store.add_chunk(job.job_id, index, items, b"x" * size)
+        stored, _ = self.store.add_chunk(job.job_id, index, num_items, items)
         assert stored == (offset < 0 or room)
         if offset == 0 and stored:
-            size += OVERHEAD
             start = max(self.served.get(job.priority, 0), job.rank)
             first = sum(chunk.num_items for chunk in job.chunks)
-            job.chunks.append(TwinChunk(items, size, first, start))
-            job.rank = start + items
+            job.chunks.append(TwinChunk(num_items, items, first, start))
+            job.rank = start + num_items
 
     def _has_room(self, job: TwinJob, size: int) -> bool:
         total = sum(chunk.num_bytes for one in self.jobs.values() for chunk in one.open_chunks)
@@ -157,14 +169,17 @@ class Jobs(RuleBasedStateMachine):
             if job is not spared and self.kept > RESULT_LIMIT:
                 job.state, job.kept = "EXPIRED", RECORD
                 self.ended.remove(job)
-                self.num_expired += 1
+                self.sums["jobs_expired"] += 1
 
     @rule(key=keys, offset=st.sampled_from([0, 0, 1]))
     def seal(self, key: str, offset: int) -> None:
         job = self.jobs[key]
-        if offset or job.state == "CANCELLED":
-            with pytest.raises(JobError if job.state == "CANCELLED" else DataError):
-                self.store.seal(job.job_id, len(job.chunks) + offset)
+        if job.state == "CANCELLED" or offset:
+            known, told = len(job.chunks), f"job {job.job_id} is CANCELLED"
+            if job.state != "CANCELLED":
+                told = f"has {known} chunks, the seal says {known + offset}"
+            with pytest.raises(JobError if job.state == "CANCELLED" else DataError, match=told):
+                self.store.seal(job.job_id, known + offset)
             return
         self.store.seal(job.job_id, len(job.chunks))
         if job.state == "OPEN":
@@ -192,7 +207,7 @@ class Jobs(RuleBasedStateMachine):
         assert claimed is not None and f"{claimed.job_id}:{claimed.index}" == name
         found = (claimed.first_item, claimed.attempts, claimed.losses, claimed.under_way, claimed.partial)
         assert found == (chunk.first_item, chunk.attempts, chunk.losses, chunk.under_way, chunk.partial)
-        assert len(claimed.items) == chunk.num_bytes - OVERHEAD
+        assert claimed.items == chunk.items
         chunk.state, chunk.worker, chunk.token = "leased", worker, claimed.token
         self.served[job.priority] = max(place, self.served.get(job.priority, 0))
         return claimed
@@ -206,7 +221,7 @@ class Jobs(RuleBasedStateMachine):
             chunk.losses -= 1
         return job, chunk, current
 
-    @rule(claimed=claims, failed=st.integers(0, 5), size=st.sampled_from([1, 100, 9000]))
+    @rule(claimed=claims, failed=st.integers(0, 5), size=st.sampled_from([1, 100, 9000, 2 * RESULT_LIMIT]))
     def complete(self, claimed: ChunkClaim, failed: int, size: int) -> None:
         job, chunk, current = self._current(claimed)
         failed = min(failed, chunk.num_items)
@@ -215,8 +230,10 @@ class Jobs(RuleBasedStateMachine):
         scored = chunk.num_items - failed
         accepted = self.store.complete(claimed, ChunkResult(result, scored, 0.5 * scored, reasons))
         assert accepted == current
+        self.sums["stale_results_refused"] += not current
         if current:
             chunk.state = "ended"
+            self.sums["items_ended"] += chunk.num_items
             job.results.append(result)
             job.kept += len(result) + RESULT_OVERHEAD
             job.num_scored += scored
@@ -231,12 +248,8 @@ class Jobs(RuleBasedStateMachine):
         attempts = claimed.attempts + 1
         assert current == self.store.give_back(claimed, attempts=attempts, partial=partial, pause_seconds=0.0)
         if current:
-            chunk.state, chunk.attempts, chunk.partial, chunk.under_way = (
-                "waiting",
-                attempts,
-                partial or chunk.partial,
-                0,
-            )
+            chunk.state, chunk.attempts, chunk.under_way = "waiting", attempts, 0
+            chunk.partial = partial or chunk.partial
 
     @rule(claimed=claims, under_way=st.integers(0, 3), cleared=st.booleans())
     def save(self, claimed: ChunkClaim, under_way: int, cleared: bool) -> None:
@@ -252,17 +265,20 @@ class Jobs(RuleBasedStateMachine):
         lost = [] if self._current(claimed)[2] else [claimed.token]
         assert self.store.renew([claimed], LEASE_SECONDS) == lost
 
-    @rule(claimed=claims)
-    def lease_runs_out(self, claimed: ChunkClaim) -> None:
+    @rule(claimed=claims, noticed=st.booleans())
+    def lease_runs_out(self, claimed: ChunkClaim, noticed: bool) -> None:
         _, chunk, current = self._current(claimed, alive=False)
         if current:
             expire(self.store, claimed)
-            self.store.renew([], LEASE_SECONDS)  # another call sees the expired leases
-            self._lose(chunk)
+            # Redis was away, and nobody has taken it; or another call sees the expired leases.
+            assert self.store.renew([] if noticed else [claimed], LEASE_SECONDS) == []
+            if noticed:
+                self._lose(chunk)
 
     def _lose(self, chunk: TwinChunk) -> None:
         chunk.lost.add(chunk.token)
         chunk.state, chunk.losses = "waiting", chunk.losses + 1
+        self.sums["leases_expired"] += 1
 
     @rule(worker=st.sampled_from(WORKERS))
     def worker_starts_anew(self, worker: str) -> None:
@@ -274,10 +290,11 @@ class Jobs(RuleBasedStateMachine):
     @rule(key=keys)
     def cancel(self, key: str) -> None:
         job = self.jobs[key]
-        self.store.cancel(job.job_id)
+        assert self.store.cancel(job.job_id) == self.store.cancel(job.job_id)
         if job.goes_on:
             if waiting := sum(chunk.num_items for chunk in job.open_chunks):
                 job.unscored[CANCELLED] = waiting
+                self.sums["items_ended"] += waiting
             job.state = "CANCELLED"
             self.ended += [job] if job.results else []
 
@@ -318,7 +335,7 @@ class Jobs(RuleBasedStateMachine):
             assert found.ended == (found.finished_at > 0) == (found.expires_at > 0)
         chunks = [chunk for job in self.jobs.values() for chunk in job.open_chunks]
         counts = self.store.counts()
-        assert (counts["result_bytes"], counts["jobs_expired"]) == (self.kept, self.num_expired)
+        assert counts["result_bytes"] == self.kept and {name: counts[name] for name in self.sums} == self.sums
         assert counts["unscored_bytes"] == sum(chunk.num_bytes for chunk in chunks)
         assert counts["chunks_waiting"] + counts["chunks_leased"] == len(chunks)
 
