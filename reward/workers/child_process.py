@@ -51,10 +51,6 @@ class LineChannel:
         return not self._received and not is_readable(self.connection.fileno())
 
     @property
-    def sending(self) -> bool:
-        return bool(self._unsent)
-
-    @property
     def partial_bytes(self) -> int:
         """Received bytes of a line that has no end yet."""
         return 0 if b"\n" in self._received else len(self._received)

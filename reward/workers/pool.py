@@ -27,7 +27,6 @@ _SHARED_SECONDS = 0.001  # a chunk of less is not split among workers
 _BATCH_ITEMS = 64  # for a batch judge, which is faster with more items …
 _BATCH_SHARE = 0.25  # … as long as a batch takes at most this share of one item's time limit
 _MAX_PACES = 256
-_UNKNOWN = 0.0, False
 _WAIT_SECONDS = 1.0
 _CHUNK_BYTES = 1 << 20
 
@@ -151,10 +150,6 @@ class ScorerPool:
             request.end(refusal)
             self._open_requests.discard(request)
 
-    def pace(self, request: Request) -> float:
-        """Seconds that an item of this scorer took lately; 0 if none was judged yet."""
-        return self._paces.get(request.spec.key, _UNKNOWN)[0]
-
     def note_pace(self, request: Request, outcome: Outcome) -> None:
         if not outcome.answers:
             return
@@ -180,7 +175,7 @@ class ScorerPool:
 
     def _chunk_size(self, request: Request) -> int:
         """Size of the next chunk: its target length in time, at most the share of one worker."""
-        pace, batch = self._paces.get(request.spec.key, _UNKNOWN)
+        pace, batch = self._paces.get(request.spec.key, (0.0, False))
         share = -(-len(request.todo) // self.config.num_workers)
         if not pace:
             return min(_FIRST_CHUNK_ITEMS, share)
@@ -272,7 +267,7 @@ class WorkerThread(threading.Thread):
         fresh = process.num_judged == 0
         answers: list[Score] = []
         request.at_work[self.name] = numbers, answers
-        outcome = process.judge(request.spec, lines, self._pool.pace(request), request.given_up, answers)
+        outcome = process.judge(request.spec, lines, request.given_up, answers)
         if not self._pool.closing:
             with suppress(OSError):  # reported to the next caller that needs the process
                 self._living(request.spec.preload)  # a replacement is ready before it is needed

@@ -35,8 +35,6 @@ STARTUP_SECONDS = 60.0
 _STATUS_CHECK_SECONDS = 0.2  # how often it is checked whether a launcher that does not answer is stopped
 _EXIT_SECONDS = 5.0  # for a process that is exiting: takes long only on a busy machine
 _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
-_NAP_SECONDS = 0.002  # answers of fast items are read many at a time: waking up for each would cost more than the item
-_NAP_ITEMS = 8
 
 
 @dataclass(slots=True)
@@ -86,7 +84,6 @@ class WorkerProcess:
         self._launcher, self._config = launcher, config
         self._channel = LineChannel(connection, output)
         self._loaded: set[str] = set()
-        self._pace = 0.0
         self._watched = False
         self._given_up: Callable[[], bool] | None = None
         self._status: int | None = None
@@ -110,17 +107,11 @@ class WorkerProcess:
         return self._status is None and self._channel.quiet
 
     def judge(
-        self,
-        spec: ScorerSpec,
-        items: Sequence[bytes],
-        pace: float,
-        given_up: Callable[[float], bool],
-        answers: list[Score],
+        self, spec: ScorerSpec, items: Sequence[bytes], given_up: Callable[[float], bool], answers: list[Score]
     ) -> Outcome:
         """Judges encoded items, in order. The time limit starts anew with every answer.
 
         Args:
-            pace: seconds that an item of this scorer took lately; 0: not known.
             given_up: called with the time (time.monotonic) at which the first item was begun. Once it returns True the
                 process is killed as if its item had timed out; not while it builds the judge, which others need too.
             answers: the list to append answers to as they come.
@@ -150,7 +141,7 @@ class WorkerProcess:
             return outcome
         self._loaded.add(spec.key)
         outcome.batch = first.get("batch") is True
-        self._pace, self._given_up = pace, partial(given_up, time.monotonic())
+        self._given_up = partial(given_up, time.monotonic())
         self._watched = spec.isolation == "worker"
         try:
             self._collect(outcome, rest, len(items), max(self._config.timeout_seconds, spec.longest_seconds))
@@ -186,8 +177,6 @@ class WorkerProcess:
                 return
             if rest or self._stray:
                 raise self._over(STRAY)
-            if left >= _NAP_ITEMS and self._pace and not self._channel.sending:
-                time.sleep(min(_NAP_SECONDS, self._pace * left / 2))
             if lines:
                 self._channel.printed_bytes = 0
             lines = self._receive(seconds)
