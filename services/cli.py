@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,15 +28,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
 
 
-class Service(StrEnum):
-    """What `tandem serve` starts."""
-
-    feed = "feed"
-    rollout = "rollout"
-    reward = "reward"
-    trainer = "trainer"
-
-
+Service = Literal["feed", "rollout", "reward", "trainer"]
 RecipeArgument = Annotated[Path, argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.")]
 Overrides = Annotated[
     list[str] | None,
@@ -73,10 +64,9 @@ def run(
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
-    from tandem.services.config import load_recipe
     from tandem.services.run.supervisor import run_recipe
 
-    return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
+    return run_recipe(_load(recipe, overrides), resume, console=console())
 
 
 @app.command(short_help="Run one service of a run.")
@@ -99,21 +89,20 @@ def serve(
         die_with_parent(int(supervisor))
 
     def work() -> None:
-        from tandem.services.config import load_recipe
         from tandem.services.logging_setup import configure_logging
         from tandem.services.run.folder import redis_url_of
 
-        loaded = load_recipe(recipe, overrides or ())
-        configure_logging(service.value, run=loaded.run.run_id, replica=replica if service is Service.rollout else None)
+        loaded = _load(recipe, overrides)
+        configure_logging(service, run=loaded.run.run_id, replica=replica if service == "rollout" else None)
         if supervisor is not None:
             redis_url = os.environ["TANDEM_REDIS_URL"]
         else:
             from tandem.services.run.ledger import join_run
             from tandem.services.run.preflight import check_service
 
-            check_service(loaded, service.value, replica)
+            check_service(loaded, service, replica)
             redis_url = redis_url_of(loaded)
-            join_run(loaded, redis_url, service.value)
+            join_run(loaded, redis_url, service)
         with full_disk_named(loaded.folder):
             _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
 
@@ -254,17 +243,17 @@ def data_check(
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
     from tandem.services.process import starting
 
-    if service is Service.feed:
+    if service == "feed":
         with starting():
             from tandem.services import feed_service
 
         feed_service.main(recipe, redis_url)
-    elif service is Service.rollout:
+    elif service == "rollout":
         with starting():
             from tandem.services.rollout import service as rollout_service
 
         rollout_service.main(recipe, redis_url, replica)
-    elif service is Service.reward:
+    elif service == "reward":
         with starting():
             from tandem.services.reward import service as reward_service
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, TypeVar
+from typing import IO, Self, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _LOCK_POLL_SECONDS = 0.02
+_JOIN_SECONDS = 2.0
 
 Returned = TypeVar("Returned")
 
@@ -84,3 +85,26 @@ def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> F
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class Repeated:
+    """Context manager: a daemon thread makes the call every `seconds` until the block is left."""
+
+    def __init__(self, name: str, seconds: float, call: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._call = call
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Waits for a call under way, but not long: it may hang in Redis."""
+        self._ended.set()
+        self._thread.join(timeout=self._seconds + _JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            self._call()

@@ -5,20 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Unpack
 
 from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.process import Repeated
 from tandem.services.rpc.server import ServerOptions, ServerThread
-from tandem.services.run.control import software_version
 
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
+
+
+def software_version() -> str:
+    """Tandem's installed version, or `source` in a checkout that is not installed."""
+    try:
+        return version("tandem-rl")
+    except PackageNotFoundError:
+        return "source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,68 +56,48 @@ class ServiceInfo:
             policy_version=self.policy_version(),
             incarnation=counts.get("incarnation", 0) if self.incarnation is None else self.incarnation(),
             run_id="" if self.buffer is None else self.buffer.run_id,
-            figures={**{name: float(number) for name, number in counts.items()}, **self.figures()},
+            figures={**counts, **self.figures()},
             activity=self.activity(),
         )
 
 
-class Heartbeat:
+class Heartbeat(Repeated):
     """Context manager: writes the figures of a service to the registry every second until it is left."""
 
     def __init__(self, buffer: Buffer, name: str, figures: Callable[[], Mapping[str, float]]) -> None:
+        super().__init__("heartbeat", _HEARTBEAT_SECONDS, self._try_to_send)
         self._buffer = buffer
         self._name = name
         self._figures = figures
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send_forever, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5.0)
+        self._missed = False
 
     def send(self) -> None:
         """Writes the figures now. Raises UnavailableError if Redis is unreachable."""
         with self._lock:  # reads and writes under one lock, so that older figures never replace newer ones
             self._buffer.heartbeat(self._name, self._figures())
 
-    def _send_forever(self) -> None:
-        missed = False
-        while not self._stop.wait(_HEARTBEAT_SECONDS):
-            try:
-                self.send()
-                missed = False
-            except TandemError as error:  # the main loop decides whether the outage is permanent
-                if not missed:
-                    log.warning("heartbeat missed: %s", error)
-                missed = True
+    def _try_to_send(self) -> None:
+        try:
+            self.send()
+            self._missed = False
+        except TandemError as error:  # the main loop decides whether the outage is permanent
+            if not self._missed:
+                log.warning("heartbeat missed: %s", error)
+            self._missed = True
 
 
-class ServiceEndpoint:
-    """Context manager: listens, registers the service, and sends heartbeats. Its entry raises EnvironmentLackError if
-    the port is in use.
+@contextmanager
+def service_endpoint(info: ServiceInfo, host: str, *, port: int = 0, **options: Unpack[ServerOptions]) -> Iterator[str]:
+    """Listens, registers the service of a run and sends its heartbeats; yields the address. Raises EnvironmentLackError
+    if the port is in use.
     """
-
-    def __init__(self, info: ServiceInfo, host: str, *, port: int = 0, **options: Unpack[ServerOptions]) -> None:
-        assert info.buffer is not None, "only a service of a run has a place in a registry"
-        self._info = info
-        self._buffer = info.buffer
-        self._listen = partial(ServerThread, host, port, info=info.reply, **options)
-        self._heartbeat = Heartbeat(info.buffer, info.name, info.figures)
-        self.address = ""
-
-    def __enter__(self) -> ServiceEndpoint:
-        self._server = self._listen()
-        self.address = self._server.address
-        self._buffer.register_service(self._info.name, self.address)
-        self._heartbeat.__enter__()
-        log.info("listens on %s", self.address)
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._server.stop(grace_seconds=0.5)
-        self._heartbeat.__exit__()
+    assert info.buffer is not None, "only a service of a run has a place in a registry"
+    server = ServerThread(host, port, info=info.reply, **options)
+    try:
+        info.buffer.register_service(info.name, server.address)
+        with Heartbeat(info.buffer, info.name, info.figures):
+            log.info("listens on %s", server.address)
+            yield server.address
+    finally:
+        server.stop(grace_seconds=0.5)

@@ -38,9 +38,6 @@ def show_status(folder: Path, console: Console) -> int:
     if address is None:
         _show_stopped(folder, console)
         return 0
-    if not address.control:
-        console.print(f"{folder}: starting (supervisor pid {address.pid})")
-        return 0
     status, counts = ask_supervisor(address)
     head = ("service", "state", "pid", "restarts", "version", "address", "doing")
     table = Table(*head, box=None, header_style="bold", pad_edge=False)

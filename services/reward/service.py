@@ -42,7 +42,7 @@ from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer
-from tandem.services.service_info import ServiceEndpoint, ServiceInfo
+from tandem.services.service_info import ServiceInfo, service_endpoint
 
 SERVICE_NAME = "reward"
 """In the registry and as holder of leases: a service that restarts gets the leases of its predecessor back."""
@@ -233,7 +233,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
         servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward)))
         scorer = ScoringWorker(buffer, core, recipe.reward)
         jobs = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
-        endpoint = ServiceEndpoint(
+        endpoint = service_endpoint(
             ServiceInfo(SERVICE_NAME, lambda: {**scorer.figures(), **jobs.figures()}, scorer.activity, buffer),
             recipe.run.host,
             port=recipe.reward.port,

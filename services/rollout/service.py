@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 
 from tandem.protos import rollout_pb2_grpc
@@ -169,10 +170,11 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         shares_gpu=recipe.weights.backend == "ipc",
         rows_per_group=recipe.rows_per_group,
     )
-    # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.
-    with starting():
-        engine = await find_engine(config.engine).start(arguments)
-    try:
+    async with AsyncExitStack() as stack:
+        # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.
+        with starting():
+            engine = await find_engine(config.engine).start(arguments)
+        stack.callback(engine.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
         name = f"rollout-{replica}"
         heartbeat = Heartbeat(buffer, name, lambda: worker.figures())
@@ -187,21 +189,16 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             incarnation=lambda: engine.incarnation,
             started_at=started_at,
         )
-        port = config.port + replica if config.port else 0
         servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens)
         server = await start_server(
             recipe.run.host,
-            port,
+            config.port + replica if config.port else 0,
             info=info.reply,
             register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
             service_names=[SERVICE_NAME],
         )
-        try:
-            await asyncio.to_thread(buffer.register_sampler, name, server.address, config.tensor_parallel_size)
-            log.info("ready after %.1f s, listens on %s", time.time() - started_at, server.address)
-            with heartbeat:
-                await worker.run(stop)
-        finally:
-            await server.stop(grace_seconds=0.5)
-    finally:
-        engine.close()
+        stack.push_async_callback(server.stop, grace_seconds=0.5)
+        await asyncio.to_thread(buffer.register_sampler, name, server.address, config.tensor_parallel_size)
+        log.info("ready after %.1f s, listens on %s", time.time() - started_at, server.address)
+        with heartbeat:
+            await worker.run(stop)

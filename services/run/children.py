@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -63,7 +64,7 @@ class RestartPolicy:
         return min(FIRST_DELAY_SECONDS * 2.0 ** (self.deaths - 1), LONGEST_DELAY_SECONDS)
 
 
-class RedisChild:
+class RedisChild(AbstractContextManager["RedisChild"]):
     """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies."""
 
     def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
@@ -75,9 +76,6 @@ class RedisChild:
     @property
     def url(self) -> str:
         return self._server.url
-
-    def __enter__(self) -> RedisChild:
-        return self
 
     def __exit__(self, *_exception: object) -> None:
         self._server.stop(REDIS_STOP_SECONDS)

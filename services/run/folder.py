@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,14 +27,14 @@ _LOCK_WAIT_SECONDS = 1.0  # `running` holds a shared lock for a moment; a superv
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Addresses of a running run. `control` is the supervisor's gRPC address, "" until it listens."""
+    """Addresses of a running run. `control` is the supervisor's gRPC address."""
 
     pid: int
     redis_url: str
-    control: str = ""
+    control: str
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """Locks a run folder for one supervisor, until that process ends.
 
     Raises RunExistsError if another supervisor holds the folder, EnvironmentLackError if it cannot be written.
@@ -50,9 +50,6 @@ class RunLock:
             self._file.close()
             raise folder_in_use(folder, running(folder))
         self._file.truncate(0)
-
-    def __enter__(self) -> RunLock:
-        return self
 
     def publish(self, address: RunAddress) -> None:
         """Writes the run's addresses for other processes to read."""
@@ -70,17 +67,10 @@ class RunLock:
 
 def running(folder: Path) -> RunAddress | None:
     """The addresses of the folder's run, or None if no supervisor holds the folder or it is still starting."""
-    try:
-        file = open(folder / LOCK_FILE, encoding="utf-8")  # noqa: SIM115 (closed by the with below)
-    except OSError:
-        return None
-    with file:
-        if lock_file(file, shared=True):
-            return None
-        try:
+    with suppress(OSError, json.JSONDecodeError), open(folder / LOCK_FILE, encoding="utf-8") as file:
+        if not lock_file(file, shared=True):
             return RunAddress(**json.loads(file.read()))
-        except (json.JSONDecodeError, TypeError):
-            return None
+    return None
 
 
 def folder_in_use(folder: Path, owner: RunAddress | None) -> RunExistsError:

@@ -1,4 +1,4 @@
-"""Creates a run's ledger in Redis. The supervisor does so, or the feed if services are started with `tandem serve`."""
+"""Creates and removes a run's ledger in Redis: for the supervisor, or for the feed with `tandem serve`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import logging
 import time
 from contextlib import closing
 
-from tandem.protos.errors import RunExistsError, UnavailableError, UserError
+from tandem.protos.errors import RunExistsError, TandemError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
-from tandem.services.run.outcome import forget_run
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
 
@@ -44,6 +43,16 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
         if not resume:
             config.unlink()
         raise
+
+
+def forget_run(recipe: Recipe, buffer: Buffer) -> None:
+    """Removes a run that trained no batch from Redis and from its folder. Its logs stay."""
+    try:
+        buffer.delete()
+    except TandemError:
+        return  # Redis is gone; config.json stays, so that the folder still shows its run
+    for name in (CONFIG_FILE, "evaluations.jsonl"):
+        (recipe.folder / name).unlink(missing_ok=True)
 
 
 def join_run(recipe: Recipe, redis_url: str, service: str) -> None:

@@ -221,12 +221,11 @@ def percentile_99(counts: Sequence[int] | NDArray[np.generic]) -> int:
     return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))
 
 
-def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> dict[str, Any]:
-    """Writes the run folder's summary.json atomically and returns its contents."""
+def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> None:
+    """Writes the run folder's summary.json atomically."""
     lines, evaluations = (JsonLines(recipe.folder / name).read() for name in (METRICS_FILE, EVALUATIONS_FILE))
     summary = summarise(recipe, lines, evaluations, counts, wall_seconds)
     write_text(recipe.folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
-    return summary
 
 
 def summarise(

@@ -19,7 +19,7 @@ from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
-from tandem.services.run.outcome import drop_reasons
+from tandem.services.process import Repeated
 
 SAMPLE_SECONDS = 1.0
 PRINT_SECONDS = 0.5
@@ -136,10 +136,11 @@ def _equal_rewards(line: Line) -> float | None:
     return line["reward_mean"] if no_gradient and line.get("equal_reward_groups") == line.get("num_groups") else None
 
 
-class RunWatch:
+class RunWatch(Repeated):
     """Reads metrics, evaluations and ledger in its own thread: a hanging Redis does not block the supervisor."""
 
     def __init__(self, recipe: Recipe, buffer: Buffer) -> None:
+        super().__init__("watch", SAMPLE_SECONDS, self._look)
         self._buffer = buffer
         self._total = recipe.run.total_batches
         self._metrics = JsonTail(recipe.folder / "metrics.jsonl")
@@ -147,29 +148,16 @@ class RunWatch:
         self._lines: deque[dict[str, Any]] = deque(maxlen=WINDOW_LINES)
         self._evaluation: dict[str, Any] | None = None
         self._counts: Mapping[str, int] = {}
-        self._last_version = 0
         self._steps: list[Line] = []
         self._printed_until = time.time()
         self._drop_errors: dict[str, str] = {}
         self._reported: set[str] = set()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.snapshot = ProgressSnapshot(total=self._total)
+        self.last_version = 0
+        """The highest trained version so far."""
         self.last_heartbeats: Mapping[str, float] = {}
         """Monotonic time of the last heartbeat of every service and sampler."""
-
-    def __enter__(self) -> RunWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=2.0)
-
-    def last_version(self) -> int:
-        """The highest trained version so far."""
-        return self._last_version
 
     def take_steps(self) -> list[Line]:
         """The lines written to metrics.jsonl since the last call."""
@@ -212,7 +200,7 @@ class RunWatch:
             now = time.monotonic()
             hung = sorted(name for name, beat in self.last_heartbeats.items() if now - beat > HUNG_SECONDS)
             self.snapshot = snapshot_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
-            self._last_version = max(self._last_version, self.snapshot.step)
+            self.last_version = max(self.last_version, self.snapshot.step)
         return self.snapshot
 
     def ask_redis(self) -> None:
@@ -226,10 +214,9 @@ class RunWatch:
         now = time.monotonic()
         self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
 
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.ask_redis()
-            self.sample()
+    def _look(self) -> None:
+        self.ask_redis()
+        self.sample()
 
 
 class Progress:
@@ -239,27 +226,21 @@ class Progress:
         self._watch = watch
         self._states = states
         self._console = console
-        self._started_at = time.monotonic()
-        self._stop = threading.Event()
-        self._live: Live | None = None
-        self._printer: threading.Thread | None = None
+        self._started_at = self._silent_since = time.monotonic()
+        self._shown: Live | Repeated
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._shown = Live(get_renderable=self._table, console=console, refresh_per_second=2, transient=False)
+        else:
+            self._shown = Repeated("progress", PRINT_SECONDS, self._print)
 
     def __enter__(self) -> Progress:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=2, transient=False)
-            self._live.start()
-        else:
-            self._printer = threading.Thread(target=self._print, name="progress", daemon=True)
-            self._printer.start()
+        self._shown.__enter__()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._stop.set()
         self._watch.sample()  # for the last batch
-        if self._live is not None:
-            self._live.stop()
-        if self._printer is not None:
-            self._printer.join(timeout=2.0)
+        self._shown.__exit__(None, None, None)
+        if isinstance(self._shown, Repeated):
             self._print_steps()
             self._print_status()
 
@@ -271,13 +252,11 @@ class Progress:
         return table(self._watch.snapshot, self._states(), self._elapsed)
 
     def _print(self) -> None:
-        silent_since = time.monotonic()
-        while not self._stop.wait(PRINT_SECONDS):
-            if not self._print_steps():
-                if time.monotonic() - silent_since < STATUS_SECONDS:
-                    continue
-                self._print_status()
-            silent_since = time.monotonic()
+        if not self._print_steps():
+            if time.monotonic() - self._silent_since < STATUS_SECONDS:
+                return
+            self._print_status()
+        self._silent_since = time.monotonic()
 
     def _print_steps(self) -> bool:
         steps = self._watch.take_steps()
@@ -291,11 +270,13 @@ class Progress:
 
 def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) -> str:
     """A trained batch in one line."""
-    parts = [f"{_clock(elapsed_seconds)} step {line['step']}/{snapshot.total}", f"reward {line['reward_mean']:.3f}"]
-    if "reward_min" in line:
-        parts.append(f"from {line['reward_min']:.3g} to {line['reward_max']:.3g}")
-    parts.append(f"staleness {line['staleness_mean']:.2f}")
-    parts.append(f"{line['num_tokens']:,} tokens in {line['seconds_total']:.1f} s")
+    parts = [
+        f"{_clock(elapsed_seconds)} step {line['step']}/{snapshot.total}",
+        f"reward {line['reward_mean']:.3f}",
+        f"from {line['reward_min']:.3g} to {line['reward_max']:.3g}",
+        f"staleness {line['staleness_mean']:.2f}",
+        f"{line['num_tokens']:,} tokens in {line['seconds_total']:.1f} s",
+    ]
     if drops := drop_reasons(snapshot.groups):
         parts.append(f"dropped: {drops}")
     return " · ".join(parts)
@@ -343,6 +324,13 @@ def _figures(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         ("dropped", drop_reasons(groups)),
         ("time left", _clock(left) if left is not None else ""),
     ]
+
+
+def drop_reasons(counts: Mapping[str, int]) -> str:
+    """`crashed 3, zero_variance 1` from the counts of a ledger, the most frequent reason first; "" without drops."""
+    found = {name.removeprefix("dropped:"): number for name, number in counts.items() if name.startswith("dropped:")}
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {number}" for reason, number in ordered if number)
 
 
 def _troubles(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]) -> list[str]:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from rich.console import Console
 
+from tandem.protos.errors import TandemError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child, ChildSpec, RedisChild
-from tandem.services.run.control import ControlServer
-from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
-from tandem.services.run.ledger import check_redis_room, create_ledger
-from tandem.services.run.outcome import report_outcome
+from tandem.services.run.control import control_server
+from tandem.services.run.folder import (
+    CONFIG_FILE,
+    HF_FOLDER,
+    SUMMARY_FILE,
+    RunAddress,
+    RunLock,
+    external_redis_url,
+    resume_command,
+    step_taken,
+)
+from tandem.services.run.ledger import check_redis_room, create_ledger, forget_run
 from tandem.services.run.placement import place, starts_after
 from tandem.services.run.preflight import check_recipe
-from tandem.services.run.process_group import INTERRUPTED, SERVICE_ORDER, ProcessGroup
-from tandem.services.run.progress import Progress, RunWatch
+from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE, INTERRUPTED, SERVICE_ORDER, ProcessGroup
+from tandem.services.run.progress import Progress, RunWatch, drop_reasons
 
 
 def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:
@@ -48,11 +58,10 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
         create_ledger(buffer, recipe, resume)
         watch = stack.enter_context(RunWatch(recipe, buffer))
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
-        processes.last_version = watch.last_version
+        processes.last_version = lambda: watch.last_version
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
-        control = stack.enter_context(ControlServer(recipe, processes, buffer))
-        buffer.register_service("controller", control.address)
-        held.publish(RunAddress(os.getpid(), redis_url, control.address))
+        control = stack.enter_context(control_server(recipe, processes, buffer))
+        held.publish(RunAddress(os.getpid(), redis_url, control))
         processes.children = [Child(spec, processes.token) for spec in child_specs(recipe, redis_url)]
         with Progress(watch, processes.states, console):
             outcome = processes.run()
@@ -84,3 +93,43 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
         )
         for name in order  # the slowest to start comes first
     ]
+
+
+def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:
+    """Reports the end of a run after `step` batches. Returns its exit code. Removes a run that trained no batch."""
+    folder = recipe.folder
+    if outcome == FINISHED:
+        outcome = _verify(buffer, report)
+        if outcome == FINISHED and step < recipe.run.total_batches:
+            report(early_end(recipe, step, buffer.counts()))
+            outcome = FINISHED if recipe.data.max_epochs else INCOMPLETE
+        report(f"summary: {folder / SUMMARY_FILE} · trained model: {folder / HF_FOLDER}")
+    elif step_taken(folder):
+        report(f"{step} of {recipe.run.total_batches} batches are trained; go on with: {resume_command(folder)}")
+    else:
+        forget_run(recipe, buffer)
+        report(f"no batch was trained; {folder} can be used for a new run")
+    return outcome
+
+
+def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
+    """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups."""
+    epochs, admitted, dropped = recipe.data.max_epochs, counts["admitted"], counts["dropped"]
+    why = "no further group could be scored"
+    if epochs:
+        why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
+    groups = f"Of {admitted} groups, {admitted - dropped} were trained and {dropped} dropped"
+    reasons = f" ({drop_reasons(counts)})" if dropped else ""
+    return f"trained {step} of {recipe.run.total_batches} batches: {why}. {groups}{reasons}"
+
+
+def _verify(buffer: Buffer, report: Callable[[str], None]) -> int:
+    """FAILED if the counts in a finished run's ledger do not add up, else FINISHED."""
+    try:
+        violations = buffer.verify()
+    except TandemError as error:
+        report(f"the ledger of the finished run could not be checked: {error}")
+        return FAILED
+    for violation in violations:
+        report(f"ledger: {violation}")
+    return FAILED if violations else FINISHED

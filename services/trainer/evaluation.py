@@ -134,10 +134,7 @@ def _generate(
 
 
 def _score(
-    channel: grpc.Channel,
-    chunk: Sequence[Prompt],
-    answers: Sequence[rollout_pb2.GenerateReply.Sample],
-    deadline: float,
+    channel: grpc.Channel, chunk: Sequence[Prompt], answers: Sequence[rollout_pb2.GenerateReply.Sample], deadline: float
 ) -> Sequence[reward_pb2.ScoreReply.Item]:
     request = reward_pb2.ScoreRequest(
         items=[

@@ -15,6 +15,7 @@ from tandem.protos.manifest import weights_digest
 from tandem.protos.types import WeightManifest
 from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.config import Recipe
+from tandem.services.process import Repeated
 from tandem.services.trainer.sampler_link import SamplerLink
 from tandem.trainer.weight_sender import WeightSender
 
@@ -54,10 +55,9 @@ class Publisher:
         self._group: frozenset[SamplerLink] = frozenset()  # members of the sender's open group
         self._group_name = ""
         self._newest: WeightManifest | None = None
-        self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._catch_up_samplers, name="catch-up", daemon=True)
-        self._thread.start()
+        self._thread = Repeated("catch-up", _CHECK_SECONDS, self._catch_up_samplers)
+        self._thread.__enter__()
 
     def publish(self, version: int, *, changed: bool) -> Publication:
         """Sends a version to the samplers and retires the credits of what was trained for it. All ranks are in
@@ -90,8 +90,7 @@ class Publisher:
 
     def close(self) -> None:
         """Stops the thread and closes the group and the channels."""
-        self._ended.set()
-        self._thread.join(timeout=_CHECK_SECONDS + 1.0)
+        self._thread.__exit__()
         self._sender.close()
         with self._lock:
             for link in self._links.values():
@@ -117,7 +116,7 @@ class Publisher:
             taking_part = [link for link in links if not (link.busy or link.failed)]
             for link in taking_part:
                 link.busy = True
-        if left_out := [link.id for link in links if link not in taking_part]:
+        if left_out := [link.sampler.id for link in links if link not in taking_part]:
             log.info("weights: version %d reaches %s later", version, ", ".join(left_out), extra={"version": version})
         return taking_part
 
@@ -198,18 +197,16 @@ class Publisher:
 
     def _catch_up_samplers(self) -> None:
         try:
-            while not self._ended.wait(_CHECK_SECONDS):
-                try:
-                    for sampler in self._outdated_samplers():
-                        self._catch_up(sampler)
-                except UnavailableError as error:  # Redis is restarting; the trainer's loop handles it
-                    log.warning("weights: %s", error)
+            for sampler in self._outdated_samplers():
+                self._catch_up(sampler)
+        except UnavailableError as error:  # Redis is restarting; the trainer's loop handles it
+            log.warning("weights: %s", error)
         except BaseException as error:  # a bug or a fence; `publish` raises it
             self._error = error
 
     def _outdated_samplers(self) -> list[Sampler]:
-        """Live samplers without the published version; none during a publication."""
-        if self._newest is None or self._newest.policy_version != self._buffer.published_version():
+        """Live samplers without the published version; none during a publication and after an error."""
+        if self._error or self._newest is None or self._newest.policy_version != self._buffer.published_version():
             return []
         samplers = (sampler for sampler in self._buffer.samplers() if sampler.alive)
         return [each for each in samplers if each.state != "LIVE" or each.incarnation != self._incarnation]

@@ -5,27 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.metrics import (
-    Line,
-    MetricsLog,
-    SamplerTotals,
-    batch_figures,
-    payload_figures,
-    write_summary,
-)
+from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, payload_figures, write_summary
+from tandem.services.service_info import ServiceInfo, service_endpoint
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import take_over, trainer_lock
-from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_endpoint
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import batch_to_json, write_record
 from tandem.trainer.weight_sender import WeightSender
@@ -33,7 +28,7 @@ from tandem.trainer.weight_sender import WeightSender
 log = logging.getLogger(__name__)
 
 Order = dict[str, Any]
-"""The next action of every rank: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
+"""The next action of every rank: `{"do": "train", "batch": …}`, `wait`, `end` or `stop`."""
 
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
@@ -52,35 +47,39 @@ class RankZero:
         self._recipe = recipe
         self._buffer = buffer
         self._stop = stop
-        self._lock = trainer_lock(recipe.folder)
+        self._stack = ExitStack()
+        self._stack.enter_context(trainer_lock(recipe.folder))
         self.incarnation, self.resume_point = take_over(buffer, recipe.folder)
-        self.state = TrainerState()
-        self._checkpoint_request = CheckpointRequest()
-        self._front = training_endpoint(recipe, buffer, self.state, self._checkpoint_request)
+        self._started_at = psutil.Process().create_time()
+        self._version = -1
+        self._optimizer_step = 0
+        self._activity = "starts"
+        self._waiting_since: float | None = None
+        """Monotonic time at which the loop began to wait for scored groups; None while it works."""
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
+        self._stack.callback(self._metrics.close)
         self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
         self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
         self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
-        self._watchdog = Watchdog(buffer, self._waiting_since, recipe.run.groups_per_batch)
         self._publisher: Publisher | None = None
-        self._front.__enter__()
+        info = ServiceInfo("trainer", self._figures, lambda: self._activity, buffer, lambda: self._version)
+        self._stack.enter_context(service_endpoint(info, recipe.run.host, port=recipe.trainer.port))
+        self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
 
     def next_order(self, version: int) -> Order:
         """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long."""
         if self._stop.is_set():
             return {"do": "stop"}
-        if self._checkpoint_request.open:
-            return {"do": "checkpoint"}
         if version >= self._recipe.run.total_batches:
             return {"do": "end"}
         wanted = self._recipe.run.groups_per_batch
-        with self.state.doing(f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"):
-            self.state.waiting_since = self.state.waiting_since or time.monotonic()
+        with self._doing(f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"):
+            self._waiting_since = self._waiting_since or time.monotonic()
             batch = self._source.poll(version, _RANKS_WAIT_SECONDS)
         if batch is not None:
-            self.state.waiting_since = None
+            self._waiting_since = None
             return {"do": "train", "batch": batch_to_json(batch)}
         return {"do": "end" if self._source.exhausted else "wait"}
 
@@ -98,9 +97,10 @@ class RankZero:
         """Sends the version to the samplers and retires the credits of what was trained for it."""
         if self._publisher is None:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
-        with self.state.doing(f"publishes version {version}"):
+            self._stack.callback(self._publisher.close)
+        with self._doing(f"publishes version {version}"):
             publication = self._publisher.publish(version, changed=changed)
-        self.state.policy_version = version
+        self._version = version
         return publication
 
     def write_line(
@@ -126,7 +126,7 @@ class RankZero:
         }
         line |= {"replayed": True} if publication is None else asdict(publication)
         self._metrics.add(line)
-        self.state.note(line)
+        self._optimizer_step = result.optimizer_step
 
     def start_evaluation(self, version: int) -> None:
         """Evaluates the published version in a thread, unless it was evaluated before or there is no file for it."""
@@ -136,32 +136,40 @@ class RankZero:
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
         """Waits some seconds for the running evaluation, if there is one, and returns its state."""
-        with self.state.doing("waits for the evaluation of the published version"):
+        with self._doing("waits for the evaluation of the published version"):
             if self._evaluation.over(_RANKS_WAIT_SECONDS):
                 return "over"
         return "stopped" if self._stop.is_set() else "waits"
 
-    def checkpointed(self, version: int, folder: Path) -> None:
-        """Commits the batches of a written checkpoint to the ledger, and answers the callers that requested one."""
+    def commit(self, version: int) -> None:
+        """Commits the batches of a written checkpoint to the ledger."""
         self._buffer.commit(self.incarnation, version)
-        self._checkpoint_request.grant(version, folder)
 
     def finish(self) -> None:
         """Ends the run: drops untrained groups with a reason, and writes the summary."""
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
-        wall_seconds = time.time() - self.state.started_at + self._earlier_seconds
+        wall_seconds = time.time() - self._started_at + self._earlier_seconds
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-        self._watchdog.stop()
-        self._front.__exit__()
-        self._metrics.close()
-        self._lock.close()
+        self._stack.close()
 
-    def _waiting_since(self) -> float | None:
-        since = self.state.waiting_since
+    @contextmanager
+    def _doing(self, activity: str) -> Iterator[None]:
+        self._activity = activity
+        yield
+        self._activity = "trains"
+
+    def _figures(self) -> dict[str, float]:
+        since = self._waiting_since
+        return {
+            "policy_version": self._version,
+            "optimizer_step": self._optimizer_step,
+            "waiting_seconds": 0.0 if since is None else time.monotonic() - since,
+        }
+
+    def _starved_since(self) -> float | None:
+        since = self._waiting_since
         return None if since is None else max(since, self._source.last_claim)
 
     def _sampler_figures(self) -> dict[str, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import TypeVar
 
 import grpc
@@ -43,10 +44,6 @@ class SamplerLink:
         self._rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
 
     @property
-    def id(self) -> str:
-        return self.sampler.id
-
-    @property
     def may_retry(self) -> bool:
         """False for some time after a failed catch-up; the time grows with each failure."""
         return self._retry_at <= time.monotonic()
@@ -68,13 +65,7 @@ class SamplerLink:
         self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
     ) -> grpc.Future[rollout_pb2.JoinWeightGroupReply]:
         request = rollout_pb2.JoinWeightGroupRequest(
-            host=address.host,
-            port=address.port,
-            group_name=address.group_name,
-            first_rank=first_rank,
-            world_size=address.world_size,
-            backend=address.backend,
-            timeout_seconds=timeout_seconds,
+            **asdict(address), first_rank=first_rank, timeout_seconds=timeout_seconds
         )
         call: grpc.Future[rollout_pb2.JoinWeightGroupReply]
         call = self._rollout.JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
@@ -114,5 +105,5 @@ class SamplerLink:
         self._channel.close()
 
     def _note_failure(self, text: str) -> None:
-        log.warning("weights: sampler %s %s", self.id, text)
+        log.warning("weights: sampler %s %s", self.sampler.id, text)
         self.failed = True

@@ -98,8 +98,6 @@ class Trainer:
             if order["do"] == "train":
                 self.train(batch_from_json(order["batch"]))
                 self.save_outputs()
-            elif order["do"] == "checkpoint":
-                self.save_checkpoint()
         return order["do"] == "end" and self.finish()
 
     def recover(self) -> None:
@@ -185,12 +183,11 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        folder = self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}"
         if self.saved_version != self.version:
-            self.learner.save(folder, self.version)
+            self.learner.save(self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}", self.version)
             self.saved_version = self.version
         if self.rank_zero:
-            self.rank_zero.checkpointed(self.version, folder)
+            self.rank_zero.commit(self.version)
 
     def evaluate(self) -> None:
         if self.rank_zero:

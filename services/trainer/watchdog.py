@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.process import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -17,44 +17,37 @@ _POLL_SECONDS = 2.0
 _STAGES = ("prompts", "generated")
 
 
-class Watchdog:
-    """A thread that logs a line when the trainer has waited 30 s for a claim, and each time the wait doubles."""
+class Watchdog(Repeated):
+    """Context manager: logs a line when the trainer has waited 30 s for a claim, and each time the wait doubles."""
 
     def __init__(self, buffer: Buffer, waiting_since: Callable[[], float | None], groups_per_batch: int) -> None:
+        super().__init__("watchdog", _POLL_SECONDS, self._check)
         self._buffer = buffer
         self._waiting_since = waiting_since
         self._groups_per_batch = groups_per_batch
-        self._still: dict[str, tuple[int, float]] = {}
-        self._ended = threading.Event()
+        self._still: dict[str, tuple[tuple[int, int], float]] = {}
+        self._threshold = STARVED_SECONDS
         self.line = ""
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._thread.start()
 
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join(timeout=_POLL_SECONDS + 5.0)
-
-    def _run(self) -> None:
-        threshold = STARVED_SECONDS
-        while not self._ended.wait(_POLL_SECONDS):
-            since = self._waiting_since()
-            waited = 0.0 if since is None else time.monotonic() - since
-            if waited < STARVED_SECONDS:
-                threshold, self.line = STARVED_SECONDS, ""
-            try:
-                self._look(waited, say=waited >= threshold)
-            except TandemError as error:
-                self.line = f"trainer starved: {error}"
-            if waited >= threshold:
-                log.warning(self.line)
-                threshold = 2 * waited
+    def _check(self) -> None:
+        since = self._waiting_since()
+        waited = 0.0 if since is None else time.monotonic() - since
+        if waited < STARVED_SECONDS:
+            self._threshold, self.line = STARVED_SECONDS, ""
+        try:
+            self._look(waited, say=waited >= self._threshold)
+        except TandemError as error:
+            self.line = f"trainer starved: {error}"
+        if waited >= self._threshold:
+            log.warning(self.line)
+            self._threshold = 2 * waited
 
     def _look(self, waited: float, *, say: bool) -> None:
         counts = self._buffer.counts()
         now = time.monotonic()
         for stage in _STAGES:  # seconds since anything was claimed from the stage
-            mark = counts[f"{stage}_leased"] + counts[f"{stage}_waiting"] * 1_000_003
-            if self._still.get(stage, (-1, 0.0))[0] != mark:
+            mark = counts[f"{stage}_leased"], counts[f"{stage}_waiting"]
+            if self._still.get(stage, (None, 0.0))[0] != mark:
                 self._still[stage] = (mark, now)
         if say:
             idle = {stage: now - since for stage, (_, since) in self._still.items()}

@@ -14,7 +14,7 @@ from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import INFO_SERVICE
-from tandem.services.run.control import software_version
+from tandem.services.service_info import software_version
 
 RPC_SECONDS = 10.0
 
