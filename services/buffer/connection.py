@@ -16,21 +16,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.retry import Retry
 
-from tandem.protos.errors import (
-    ConfigError,
-    DataError,
-    EnvironmentLackError,
-    FencedError,
-    JobError,
-    JobExistsError,
-    JobLimitError,
-    LedgerError,
-    NotAdmittedError,
-    RunExistsError,
-    TandemError,
-    UnavailableError,
-    UnknownJobError,
-)
+from tandem.protos.errors import ConfigError, EnvironmentLackError, TandemError, UnavailableError, error_class
 
 OUTAGE_SECONDS = 10.0
 """How long a verb waits for an unreachable Redis, which may be restarting and loading its append-only file."""
@@ -40,21 +26,9 @@ _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 1.0  # an expired lease sends no signal
-_REFUSALS: dict[str, type[TandemError]] = {
-    "DATA": DataError,
-    "EXISTS": RunExistsError,
-    "FENCED": FencedError,
-    "JOB": JobError,
-    "JOBEXISTS": JobExistsError,
-    "JOBLIMIT": JobLimitError,
-    "LEDGER": LedgerError,
-    "NORUN": UnavailableError,
-    "NOTADMITTED": NotAdmittedError,
-    "UNKNOWNJOB": UnknownJobError,
-}
 _REMEDIES = {
-    "EXISTS": "; add --resume to go on with it, or choose another run.run_id",
-    "NORUN": "; start it with `tandem run`, or its feed with `tandem serve feed`",
+    "RunExistsError": "; add --resume to go on with it, or choose another run.run_id",
+    "UnavailableError": "; start it with `tandem run`, or its feed with `tandem serve feed`",
 }
 
 Answer = TypeVar("Answer")
@@ -189,10 +163,10 @@ class Connection:
 
     def _refusal(self, error: redis.ResponseError) -> Exception:
         text = _one_line(error)
-        code, _, rest = text.partition(" ")
-        if code in _REFUSALS:
+        name, _, rest = text.partition(" ")
+        if (refusal := error_class(name)) is not TandemError:
             place = f"{self._space.kind} {self.name} in Redis at {self.place}: " if self._space.kind else ""
-            return _REFUSALS[code](f"{place}{rest}{_REMEDIES.get(code, '')}")
+            return refusal(f"{place}{rest}{_REMEDIES.get(name, '')}")
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
             return EnvironmentLackError(f"Redis at {self.place} is full: {self._space.remedy_when_full}")
         if isinstance(error, (redis.ReadOnlyError, redis.exceptions.NoPermissionError)) or "MISCONF" in text:

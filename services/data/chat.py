@@ -35,7 +35,7 @@ class ChatEncoder:
         self._tokenizer = load_tokenizer(model_path)
         self.template_source = chat_template or f"model.path {model_path} (its tokenizer's chat template)"
         if chat_template:
-            self._tokenizer.chat_template = _read_template(chat_template)
+            self._tokenizer.chat_template = read_template(chat_template)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"model {model_path} has no chat template; set model.chat_template to a file with a Jinja template"
@@ -95,11 +95,18 @@ def _is_qwen_tokenizer(folder: Path) -> bool:
     return model["model_type"] == "qwen2" or tokenizer.get("tokenizer_class") in _QWEN_TOKENIZERS
 
 
-def _read_template(file: str) -> str:
+def read_template(file: str) -> str:
+    """The chat template in a file. Raises ModelError if it cannot be read or parsed."""
     try:
-        return Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        return text
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
             f"model.chat_template {file} cannot be read ({reason}); name a text file with a Jinja template"
+        ) from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"model.chat_template {file}, line {error.lineno}: {error.message}; mend the template"
         ) from None

@@ -328,15 +328,14 @@ class PromptBuilder:
         return DataError(f"dataset {file} has no usable row ({why}); see `tandem data check {file}`")
 
 
-def load_prompts(
-    file: str | Path, recipe: Recipe, *, num_samples: int = 1, temperature: float = 0.0, limit: int | None = None
-) -> tuple[list[Prompt], Counter[str]]:
-    """Loads at most `limit` prompts of a file, as epoch 0. Returns them and the number of skipped rows by reason.
+def load_prompts(file: str, recipe: Recipe, limit: int | None = None) -> tuple[list[Prompt], Counter[str]]:
+    """Loads at most `limit` prompts of a file, as epoch 0, for one greedy answer each. Returns them and the number of
+    skipped rows by reason.
 
     Raises DataError if the file has no usable row, ModelError if tokenizer or chat template are missing or broken.
     """
     dataset = Dataset(file)
-    builder = PromptBuilder(recipe, num_samples=num_samples, temperature=temperature)
+    builder = PromptBuilder(recipe, num_samples=1, temperature=0.0)
     prompts: list[Prompt] = []
     faults: dict[int, RowFault] = {}
     for row in dataset:

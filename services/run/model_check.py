@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from tandem.protos.error_text import did_you_mean, nearest
 from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe
@@ -20,7 +20,6 @@ from tandem.services.config import Recipe
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_TIMEOUT_SECONDS = 3.0
-_TEMPLATE_REMEDY = "set model.chat_template to a file with a Jinja template"
 CHECKED_ROWS = 100_000
 """Prompts of larger datasets are not checked."""
 
@@ -41,7 +40,10 @@ class ModelFacts:
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
     """Checks `[model]`; raises a one-line ModelError. None for a hub model that is not downloaded yet."""
-    _check_given_template(recipe.model.chat_template)
+    if recipe.model.chat_template:
+        from tandem.services.data.chat import read_template
+
+        read_template(recipe.model.chat_template)
     folder = _model_folder(recipe.model.path, "model.path")
     if folder is None:
         return None
@@ -53,7 +55,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
             f"model.path {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save it there beside the model"
         )
     if not recipe.model.chat_template and not _has_template(folder):
-        raise ModelError(f"model.path {folder}: its tokenizer has no chat template; {_TEMPLATE_REMEDY}")
+        remedy = "set model.chat_template to a file with a Jinja template"
+        raise ModelError(f"{what}: its tokenizer has no chat template; {remedy}")
     _check_length(recipe, config, what)
     num_parameters, layers = _weights(folder, config, what)
     return ModelFacts(architecture, num_parameters, layers, _vocabulary(config))
@@ -88,8 +91,8 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
     for target in lora.target_modules:
         name = target.rpartition(".")[2]
         if name not in known:
-            lack = f"{recipe.model.path} has no linear layer {target} with a weight of its own{_nearest(name, known)}"
-            raise ConfigError(f"trainer.lora.target_modules: {lack}; name others, or all-linear")
+            lack = f"{recipe.model.path} has no linear layer {target} with a weight of its own"
+            raise ConfigError(f"trainer.lora.target_modules: {lack}{did_you_mean(name, known)} (or all-linear)")
 
 
 def check_prompts(recipe: Recipe) -> None:
@@ -198,14 +201,11 @@ def _architecture(folder: Path, config: Mapping[str, object], engine: str) -> st
         )
     known = find_engine(engine).known_architectures()
     if known and named[0] not in known:
-        fault = f"model.path {folder}: the installed {engine} knows no text model {named[0]}{_nearest(named[0], known)}"
+        near = nearest(named[0], known, 0.6)
+        fault = f"model.path {folder}: the installed {engine} knows no text model {named[0]}"
+        fault += f" (the nearest is {near})" if near else ""
         raise ModelError(f"{fault}; choose a causal language model it supports, or another rollout.engine")
     return named[0]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (the nearest is {near[0]})" if near else ""
 
 
 def _has_template(folder: Path) -> bool:
@@ -213,21 +213,6 @@ def _has_template(folder: Path) -> bool:
         return True
     settings = folder / "tokenizer_config.json"
     return settings.is_file() and bool(_read_json(settings, f"model.path {folder}").get("chat_template"))
-
-
-def _check_given_template(file: str) -> None:
-    if not file:
-        return
-    import jinja2
-
-    key = f"model.chat_template {file}"
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise ModelError(f"{key}: cannot be read ({reason}); {_TEMPLATE_REMEDY}") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"{key}, line {error.lineno}: {error.message}; mend the template") from None
 
 
 def _weights(folder: Path, config: Mapping[str, object], what: str) -> tuple[int, frozenset[str]]:

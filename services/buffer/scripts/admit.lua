@@ -9,7 +9,7 @@ local offered, seen = (#ARGV - 2) / 2, {}
 for i = 1, offered do
   local id = ARGV[2 * i + 1]
   if seen[id] or (marked('admitted', id) and redis.call('SISMEMBER', reentered, id) == 0) then
-    return refuse('DATA', 'group ' .. id .. ' was admitted before')
+    return refuse('DataError', 'group ' .. id .. ' was admitted before')
   end
   seen[id] = true
 end

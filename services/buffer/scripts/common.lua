@@ -14,8 +14,9 @@ local function key(name, id)
   return PREFIX .. name
 end
 
-local function refuse(code, text)
-  return redis.error_reply(code .. ' ' .. text)
+-- `class` is the error that the client raises, a class of protos/errors.py.
+local function refuse(class, text)
+  return redis.error_reply(class .. ' ' .. text)
 end
 
 local function number_of(hash, field, default)

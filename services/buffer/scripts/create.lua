@@ -1,6 +1,6 @@
 -- ARGV: request, resume (0|1), groups_per_batch, staleness_budget, target_groups, infrastructure budget, data budget
 local creator = redis.call('HGET', META, 'created_by')
-if creator and creator ~= ARGV[1] and ARGV[2] == '0' then return refuse('EXISTS', 'exists already') end
+if creator and creator ~= ARGV[1] and ARGV[2] == '0' then return refuse('RunExistsError', 'exists already') end
 if not creator then
   redis.call('HSET', META, 'created_by', ARGV[1], 'incarnation', 0, 'cursor', 0)
   redis.call('HSET', META, 'published_version', -1, 'recorded_version', -1)

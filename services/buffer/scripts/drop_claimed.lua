@@ -5,7 +5,7 @@ for i = 3, #ARGV do
   local state = redis.call('HGET', STATES, ARGV[i])
   if state ~= 'scored_claimed' and not marked('dropped:' .. ARGV[2], ARGV[i]) then
     local text = 'group ' .. ARGV[i] .. ' is ' .. (state or 'unknown')
-    return refuse('LEDGER', text .. ', not claimed: it cannot be dropped')
+    return refuse('LedgerError', text .. ', not claimed: it cannot be dropped')
   end
 end
 for i = 3, #ARGV do

@@ -9,14 +9,14 @@ local function count(name, by)
 end
 
 local function no_run()
-  if redis.call('EXISTS', META) == 0 then return refuse('NORUN', 'was never created here') end
+  if redis.call('EXISTS', META) == 0 then return refuse('UnavailableError', 'was never created here') end
 end
 
 local function fenced(incarnation)
   local current = redis.call('HGET', META, 'incarnation')
   if current ~= incarnation then
     local text = 'trainer incarnation ' .. incarnation .. ' is not the current one'
-    return refuse('FENCED', text .. ' (' .. (current or 'none') .. ')')
+    return refuse('FencedError', text .. ' (' .. (current or 'none') .. ')')
   end
 end
 

@@ -3,7 +3,7 @@ local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local published = number_of(META, 'published_version', -1)
 if tonumber(ARGV[2]) < published then
-  return refuse('LEDGER', 'version ' .. ARGV[2] .. ' cannot be published after version ' .. published)
+  return refuse('LedgerError', 'version ' .. ARGV[2] .. ' cannot be published after version ' .. published)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('trained'), '-inf', ARGV[2])) do limiter.retire(id) end
 redis.call('HSET', META, 'published_version', ARGV[2])

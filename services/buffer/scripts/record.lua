@@ -10,11 +10,11 @@ for i = 3, #ARGV do
     fresh[#fresh + 1] = id
   elseif state ~= 'trained' or tonumber(redis.call('ZSCORE', key('trained'), id)) ~= version then
     local text = 'group ' .. id .. ' is ' .. (state or 'unknown') .. ', not claimed'
-    return refuse('LEDGER', text .. ': version ' .. version .. ' cannot train it')
+    return refuse('LedgerError', text .. ': version ' .. version .. ' cannot train it')
   end
 end
 if #fresh > 0 and version <= number_of(META, 'recorded_version', -1) then
-  return refuse('LEDGER', 'version ' .. version .. ' was recorded before, without group ' .. fresh[1])
+  return refuse('LedgerError', 'version ' .. version .. ' was recorded before, without group ' .. fresh[1])
 end
 for _, id in ipairs(fresh) do
   leave(id)

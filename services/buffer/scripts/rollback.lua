@@ -8,7 +8,8 @@ local version_of = {}
 for _, batch in ipairs(recorded) do
   for _, id in ipairs(batch[2]) do
     if version_of[id] then
-      return refuse('LEDGER', 'group ' .. id .. ' is recorded in versions ' .. version_of[id] .. ' and ' .. batch[1])
+      local versions = version_of[id] .. ' and ' .. batch[1]
+      return refuse('LedgerError', 'group ' .. id .. ' is recorded in versions ' .. versions)
     end
     version_of[id] = batch[1]
   end
@@ -18,11 +19,11 @@ for i = 1, #trained, 2 do
   local id, version = trained[i], tonumber(trained[i + 1])
   if version_of[id] and version_of[id] ~= version then
     local text = 'group ' .. id .. ' is recorded in version ' .. version_of[id]
-    return refuse('LEDGER', text .. ', but Redis knows it as trained in version ' .. version)
+    return refuse('LedgerError', text .. ', but Redis knows it as trained in version ' .. version)
   end
   if version > checkpoint and not version_of[id] then
     local text = 'version ' .. version .. ' trained group ' .. id
-    return refuse('LEDGER', text .. ', but no record of that version holds it; is its batch folder missing?')
+    return refuse('LedgerError', text .. ', but no record of that version holds it; is its batch folder missing?')
   end
 end
 

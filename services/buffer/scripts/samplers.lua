@@ -26,13 +26,13 @@ end
 local function not_admitted(id, generation)
   local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
   local published = redis.call('HGET', META, 'published_version') or '-1'
-  if not sampler[1] then return refuse('NOTADMITTED', 'sampler ' .. id .. ' has not registered') end
+  if not sampler[1] then return refuse('NotAdmittedError', 'sampler ' .. id .. ' has not registered') end
   if replaced(id, generation) then
-    return refuse('FENCED', 'sampler ' .. id .. ' was replaced by a later start of it')
+    return refuse('FencedError', 'sampler ' .. id .. ' was replaced by a later start of it')
   end
-  if published == '-1' then return refuse('NOTADMITTED', 'no version is published yet') end
+  if published == '-1' then return refuse('NotAdmittedError', 'no version is published yet') end
   if sampler[1] ~= 'LIVE' or sampler[2] ~= published then
     local text = 'sampler ' .. id .. ' is ' .. sampler[1] .. ' at version ' .. sampler[2]
-    return refuse('NOTADMITTED', text .. ', published is ' .. published)
+    return refuse('NotAdmittedError', text .. ', published is ' .. published)
   end
 end

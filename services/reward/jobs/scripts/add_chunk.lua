@@ -6,11 +6,11 @@ if not job then return unknown(id) end
 if index < job.num_chunks then return { 1, snapshot(id) } end
 if job.state ~= 'OPEN' then
   local text = 'job ' .. id .. ' is ' .. job.state .. ' with ' .. job.num_chunks .. ' chunks'
-  return refuse('JOB', text .. ' and takes no more')
+  return refuse('JobError', text .. ' and takes no more')
 end
 if index > job.num_chunks then
   local text = 'chunk ' .. index .. ' came before chunk ' .. job.num_chunks
-  return refuse('DATA', text .. '; go on with next_chunk of the last reply')
+  return refuse('DataError', text .. '; go on with next_chunk of the last reply')
 end
 if not has_room(job, #ARGV[4]) then return { 0, snapshot(id) } end
 refuse_when_full()

@@ -15,7 +15,8 @@ for i = 9, #ARGV, 2 do
   num_results = num_results + ARGV[i]
 end
 if num_results ~= chunk.items then
-  return refuse('LEDGER', 'chunk ' .. chunk_name(id, index) .. ' has ' .. chunk.items .. ' items, not ' .. num_results)
+  local text = 'chunk ' .. chunk_name(id, index) .. ' has ' .. chunk.items .. ' items, not ' .. num_results
+  return refuse('LedgerError', text)
 end
 refuse_when_full()
 

@@ -6,7 +6,7 @@ if answer then return cjson.decode(answer) end
 local job = figures_of(id)
 if not job then return unknown(id) end
 if job.state == 'OPEN' or job.state == 'RUNNING' then
-  return refuse('JOB', 'job ' .. id .. ' is ' .. job.state .. '; cancel it first, then delete it')
+  return refuse('JobError', 'job ' .. id .. ' is ' .. job.state .. '; cancel it first, then delete it')
 end
 local was = snapshot(id)
 forget(id)

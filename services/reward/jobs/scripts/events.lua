@@ -5,7 +5,7 @@ local job = figures_of(id)
 if not job then return unknown(id) end
 if job.state == 'EXPIRED' and cursor < job.num_results and left > 0 then
   local text = 'job ' .. id .. ' is EXPIRED: its results were given up for those of later jobs (jobs.max_result_bytes)'
-  return refuse('JOB', text .. '; delete it and submit it again to have them anew')
+  return refuse('JobError', text .. '; delete it and submit it again to have them anew')
 end
 local results = {}
 while cursor < job.num_results and left > 0 do

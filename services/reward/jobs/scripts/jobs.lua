@@ -58,7 +58,8 @@ local function snapshot(id)
 end
 
 local function unknown(id)
-  return refuse('UNKNOWNJOB', 'there is no job ' .. id .. '; it was never submitted, or it was deleted or forgotten')
+  local why = 'it was never submitted, or it was deleted or forgotten'
+  return refuse('UnknownJobError', 'there is no job ' .. id .. '; ' .. why)
 end
 
 local function retention_ms()

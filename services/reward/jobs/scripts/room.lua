@@ -15,15 +15,14 @@ local function refuse_beyond_results(id, job)
   if job and job.result_bytes > limit / 2 then
     local text = 'job ' .. id .. ' has results of ' .. job.result_bytes .. ' bytes, and one job may have half of '
       .. 'jobs.max_result_bytes = ' .. limit
-    return refuse(
-      'JOBLIMIT', text .. '; raise that, or cancel this job, which keeps its results, and submit the rest as others'
-    )
+    local remedy = 'raise that, or cancel this job, which keeps its results, and submit the rest as others'
+    return refuse('JobLimitError', text .. '; ' .. remedy)
   end
   give_up_results()
   local bytes = number_of(META, 'result_bytes', 0)
   if bytes > limit then
     local text = 'jobs that have not ended, and records of those that have, keep ' .. bytes .. ' bytes, more than '
       .. 'jobs.max_result_bytes = ' .. limit
-    return refuse('JOBLIMIT', text .. '; try again when some have ended, delete jobs, or raise it')
+    return refuse('JobLimitError', text .. '; try again when some have ended, delete jobs, or raise it')
   end
 end

@@ -7,7 +7,7 @@ if id then
   if redis.call('HGET', key('job', id), 'priority') ~= ARGV[4] then other = 'priority' end
   if other then
     local text = 'job ' .. id .. ' has this idempotency_key and another ' .. other
-    return refuse('JOBEXISTS', text .. '; give the one it was submitted with, or choose another key')
+    return refuse('JobExistsError', text .. '; give the one it was submitted with, or choose another key')
   end
   return snapshot(id)
 end
