@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import tandem
 from tests.support.paths import ROOT
-
-DEADLINE_SECONDS = 60.0
+from tests.support.processes import run_python
 
 LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
 WIRES = {"grpc", "redis", "google.protobuf"}
@@ -36,9 +33,8 @@ COMMANDS = [
 def loaded_by(code: str) -> set[str]:
     """Names of all modules that a fresh process has loaded after running `code`."""
     program = f"import sys, json\n{code}\njson.dump(sorted(sys.modules), sys.__stdout__)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
-    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import grpc
@@ -20,6 +18,7 @@ from tandem.protos.errors import (
 )
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import ServerThread
+from tests.support.processes import run_python
 
 
 class FailingReward(reward_pb2_grpc.RewardServiceServicer):
@@ -81,5 +80,5 @@ def test_an_absent_server_is_unavailable_or_exceeds_the_deadline() -> None:
     ids=["client", "server"],
 )
 def test_a_program_that_closes_no_channel_exits(unclosed: str) -> None:
-    done = subprocess.run([sys.executable, "-c", unclosed], capture_output=True, timeout=60.0, check=False)
+    done = run_python("-c", unclosed)
     assert done.returncode == 0, done.stderr

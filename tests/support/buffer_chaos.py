@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem.protos.errors import NotAdmittedError
 from tandem.services.buffer.buffer import STATES, Buffer, Claim, Stage
-from tandem.services.process import die_with_parent
+from tandem.services.process import die_with_parent, in_thread
 from tests.support import redis_ring as ring
 
 LEASE_SECONDS = 0.6
@@ -91,7 +91,6 @@ class Chaos:
         self.records: dict[int, list[str]] = {}
         self.checkpoint = self.num_incarnations = self.num_checks = self.num_disturbances = 0
         self.workers: dict[str, ForkServerProcess] = {}
-        self.failures: list[BaseException] = []
         self.stop = threading.Event()
 
     def run(self, disturb: Callable[[], None], deadline_seconds: float) -> None:
@@ -99,28 +98,24 @@ class Chaos:
 
         It counts results and not seconds, so that a slow machine makes progress between disturbances.
         """
-        threads = [
-            threading.Thread(target=self._guarded, args=(part,)) for part in (self._check, self._feed, self._train)
-        ]
-        for thread in threads:
-            thread.start()
+        parts = [in_thread("part", part) for part in (self._check, self._feed, self._train)]
         deadline = time.monotonic() + deadline_seconds
-        while threads[2].is_alive() and not self.failures:
-            assert time.monotonic() < deadline, self.buffer.counts()
-            self._keep_workers()
-            if len(self.acknowledged.read_bytes().splitlines()) >= 10 * (self.num_disturbances + 1):
-                time.sleep(0.05 * self.chance.random())
-                self.num_disturbances += 1
-                disturb()
-            time.sleep(0.01)
-        self.stop.set()
-        for thread in threads:
-            thread.join(20)
-        for worker in self.workers.values():
-            worker.kill()
-            worker.join(10)
-        if self.failures:
-            raise self.failures[0]
+        try:
+            while not any(part.done() for part in parts):  # the trainer is done, or a part has failed
+                assert time.monotonic() < deadline, self.buffer.counts()
+                self._keep_workers()
+                if len(self.acknowledged.read_bytes().splitlines()) >= 10 * (self.num_disturbances + 1):
+                    time.sleep(0.05 * self.chance.random())
+                    self.num_disturbances += 1
+                    disturb()
+                time.sleep(0.01)
+        finally:
+            self.stop.set()
+            for worker in self.workers.values():
+                worker.kill()
+                worker.join(10)
+        for part in parts:
+            part.result(20)
 
     def kill_a_worker(self) -> None:
         self.workers[self.chance.choice(list(self.workers))].kill()
@@ -135,12 +130,6 @@ class Chaos:
             assert not state.startswith("prompts"), (stage, group_id, state)
             assert stage == "prompts" or not state.startswith("generated"), (stage, group_id, state)
         assert len({(stage, group_id) for stage, group_id in lines}) == len(lines), "a result was accepted twice"
-
-    def _guarded(self, part: Callable[[], None]) -> None:
-        try:
-            part()
-        except BaseException as failure:  # the main thread raises it
-            self.failures.append(failure)
 
     def _keep_workers(self) -> None:
         for name, stage in [("s0", "prompts"), ("s1", "prompts"), ("r0", "generated"), ("r1", "generated")]:
@@ -213,5 +202,5 @@ class Chaos:
                     self.buffer.drop_claimed(incarnation, [claim.group_id], "rejected")
                 else:
                     batch.append(claim.group_id)
-            assert not self.failures
+            assert not self.stop.is_set()
         return batch

@@ -17,10 +17,20 @@ MARK = "TANDEM_TEST_MARK"
 """An environment variable that all processes started by a command inherit."""
 
 
-def run_python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: object, cwd: Path = ROOT, seconds: float = 100.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs this interpreter to its end, with these additional environment variables."""
     command, variables = [sys.executable, *map(str, arguments)], os.environ | environment
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100.0, check=False)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def run_tandem(
+    *arguments: object, cwd: Path = ROOT, seconds: float = 100.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `tandem …` to its end, without this machine's Redis and without a hub."""
+    plain = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return run_python("-m", "tandem.services.cli", *arguments, cwd=cwd, seconds=seconds, **plain | environment)
 
 
 def has_ended(pid: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tandem.services.config import Recipe, parse_recipe
+from tests.support.dataset_files import chat_folder, verl_row, write_lines
 
 Values = dict[str, dict[str, Any]]
 
@@ -48,8 +49,6 @@ def write_model(folder: Path) -> Path:
 
 def write_chat_model(folder: Path) -> Path:
     """A model folder that passes the checks and tokenizes prompts; its weights are not loaded."""
-    from tests.support.dataset_files import chat_folder  # transformers, which most users of this module do not need
-
     chat_folder(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(folder / "model.safetensors", {"embed": (10, 16)})
@@ -58,16 +57,7 @@ def write_chat_model(folder: Path) -> Path:
 
 def write_dataset(file: Path) -> Path:
     """Four JSON lines in verl's columns."""
-    rows = [
-        {
-            "data_source": "test",
-            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
-            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
-        }
-        for number in range(4)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, [verl_row(f"{number} + 1 =", str(number + 1)) for number in range(4)])
 
 
 def small_values(folder: Path) -> Values:

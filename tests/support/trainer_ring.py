@@ -5,43 +5,46 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.protos.codec import encode_group, encode_headers, group_headers
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.config import Recipe, dump_recipe, parse_recipe
+from tandem.services.config import Recipe, dump_recipe
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.trainer.service import run_rank
 from tests.support.redis_ring import LEASE_SECONDS, SAMPLER, claim
+from tests.support.run_inputs import recipe_of
 from tests.support.training_groups import make_group
 
 P = 2
 
 
+_MODELS = TemporaryDirectory(prefix="tandem-models-")
+
+
+@cache
+def shared_model() -> str:
+    """The folder of a tiny model, which no test changes."""
+    return str(build_tiny_model(Path(_MODELS.name) / "model"))
+
+
 def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     """A recipe of the tiny model with two groups per batch, in a run folder that holds its config.json."""
-    model = folder / "model"
-    if not model.exists():
-        build_tiny_model(model)
+    run = {"run_id": f"run-{folder.name}"[:60], "folder": str(folder / "run"), "total_batches": 4}
     values: dict[str, dict[str, Any]] = {
-        "run": {
-            "run_id": f"run-{folder.name}"[:60],
-            "folder": str(folder / "run"),
-            "total_batches": 4,
-            "groups_per_batch": P,
-        },
-        "model": {"path": str(model)},
+        "run": {**run, "groups_per_batch": P},
+        "model": {"path": shared_model()},
         "data": {"train_file": "none.parquet", "max_prompt_tokens": 16},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "num_replicas": 0},
         "trainer": {"learning_rate": 1e-2, "tokens_per_micro_batch": 128},
         "weights": {"deadline_seconds": 5.0},
     }
-    for section, changes in sections.items():
-        values[section] = values.get(section, {}) | changes
-    recipe = parse_recipe(values)
+    recipe = recipe_of(values, **sections)
     recipe.folder.mkdir(exist_ok=True)
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
     return recipe

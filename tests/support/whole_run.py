@@ -23,6 +23,7 @@ from tandem.services.data.arithmetic import write_task
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.trainer.batch.record import read_record, recorded_versions
 from tests.support.paths import ROOT
+from tests.support.processes import run_tandem
 
 RUN_DEADLINE_SECONDS = 300.0
 
@@ -54,24 +55,18 @@ class WholeRun:
         self.recipe = folder / "recipe.json"
         self.recipe.write_text(json.dumps(values))
 
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "tandem.services.cli", *arguments]
-
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Starts `tandem …` in the background, with its output in `run.out`."""
+        command = [sys.executable, "-m", "tandem.services.cli", *arguments]
+        environment = {**os.environ, "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1"}
         with open(self.scratch / "run.out", "a") as out:
-            return subprocess.Popen(
-                self.command(*arguments), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
-            )
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
 
     def tandem(
         self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs `tandem …` to its end, with these additional environment variables."""
-        command, variables = self.command(*arguments), environment() | variables
-        return subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=deadline, check=False
-        )
+        return run_tandem(*arguments, seconds=deadline, **variables)
 
     def finish(self, *overrides: str) -> None:
         """Runs `tandem run` to its end; it must succeed and leave no temporary file."""
@@ -119,10 +114,6 @@ class WholeRun:
                 said = (self.scratch / "run.out").read_text()[-3000:] + self.logs()
                 raise AssertionError(f"waited too long or ended early with {process.returncode}: {said}")
             time.sleep(0.1)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1"}
 
 
 def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:

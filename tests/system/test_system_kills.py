@@ -1,7 +1,8 @@
-"""kill -9 of any process at any moment: the run continues or is resumed, and every group is accounted for."""
+"""kill -9 of any process, Ctrl-C, and an engine that cannot start: no group is lost, and no process is left behind."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ import psutil
 import pytest
 
 from tests.support.whole_run import WholeRun, kill_tree, processes_of, service_process
+
+pytestmark = pytest.mark.system
 
 TOTAL, P = 10, 4
 STOP_SECONDS = 10.0
@@ -52,7 +55,6 @@ def resume(run: WholeRun) -> None:
     check_finished(run)
 
 
-@pytest.mark.system
 @pytest.mark.timeout(240)
 def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
     run, supervisor = started(tmp_path, 6)
@@ -61,16 +63,13 @@ def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Pat
     assert any(line.get("replayed") for line in run.metrics()), "batches after the checkpoint were trained again"
 
 
-@pytest.mark.system
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("moment", [1, 6])
-def test_a_killed_tree_is_resumed(tmp_path: Path, moment: int) -> None:
-    run, supervisor = started(tmp_path, moment)
+def test_a_tree_that_is_killed_before_its_first_checkpoint_is_resumed(tmp_path: Path) -> None:
+    run, supervisor = started(tmp_path, 1)
     kill_tree(supervisor)
     resume(run)
 
 
-@pytest.mark.system
 @pytest.mark.timeout(300)
 def test_a_run_survives_kills_of_every_other_service(tmp_path: Path) -> None:
     run, supervisor = started(tmp_path, 2)
@@ -80,20 +79,18 @@ def test_a_run_survives_kills_of_every_other_service(tmp_path: Path) -> None:
     finish(run, supervisor)
 
 
-@pytest.mark.system
-@pytest.mark.timeout(200)
-def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 2)
+@pytest.mark.timeout(400)
+def test_no_process_outlives_a_killed_supervisor_and_the_run_is_resumed(tmp_path: Path) -> None:
+    run, supervisor = started(tmp_path, 6)
     below = psutil.Process(supervisor.pid).children(recursive=True)
     assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
     supervisor.kill()
     supervisor.wait(10)
     _gone, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
-    assert processes_of(run) == []
+    resume(run)
 
 
-@pytest.mark.system
 @pytest.mark.timeout(200)
 def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     run, supervisor = started(tmp_path, 2)
@@ -102,3 +99,20 @@ def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tmp_path: Path) -> No
     assert supervisor.wait(STOP_SECONDS) == 130, (run.scratch / "run.out").read_text()
     assert psutil.wait_procs(below, timeout=1)[1] == []
     resume(run)
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_that_does_not_start_is_reported_with_its_cause(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    config = run.model / "config.json"
+    values = json.loads(config.read_text())
+    # One layer more than the files hold: every header is valid, and only the engine finds that weights are missing.
+    config.write_text(json.dumps({**values, "num_hidden_layers": values["num_hidden_layers"] + 1, "layer_types": None}))
+    done = run.tandem("run", str(run.recipe), deadline=150)
+    assert done.returncode == 2, done.stdout + done.stderr + run.logs()
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("tandem: ")]
+    log = run.folder / "logs" / "rollout-0.log"
+    assert line.startswith(f"tandem: rollout-0: the engine for {run.model} does not start on this machine")
+    assert f"{log} names the cause: ValueError: " in line and "not initialized" in line
+    assert "Traceback" not in done.stdout + done.stderr
+    assert processes_of(run) == []

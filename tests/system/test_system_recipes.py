@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from tandem.services.config import Recipe, load_recipe
 from tandem.services.data.arithmetic import EVALUATION_ROWS
 from tandem.services.data.tiny_model import build_tiny_model
 from tests.project.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
-from tests.support.whole_run import ROOT, environment
+from tests.support.paths import ROOT
+from tests.support.processes import run_tandem
 
 pytestmark = pytest.mark.system
 
@@ -33,14 +32,6 @@ FIGURES: dict[str, Callable[[Recipe], bool]] = {
 """Figures of a batch that trains the policy, and the recipes that have them; other recipes must not."""
 
 
-def tandem(folder: Path, *arguments: str, deadline: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.services.cli", *arguments]
-    variables = {**environment(), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=deadline, check=False
-    )
-
-
 def summary(run: Path) -> dict[str, object]:
     return dict(json.loads((run / "summary.json").read_text()))
 
@@ -48,7 +39,7 @@ def summary(run: Path) -> dict[str, object]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "changes"), [(0, ()), (1, ("run.total_batches=60",))], ids=["whole", "another seed"])
 def test_the_demo_learns_and_its_control_run_does_not(tmp_path: Path, seed: int, changes: tuple[str, ...]) -> None:
-    done = tandem(tmp_path, "demo", "--seed", str(seed), *changes, deadline=700)
+    done = run_tandem("demo", "--seed", str(seed), *changes, cwd=tmp_path, seconds=700)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "runs" / "demo"
     figures = summary(run)
@@ -66,7 +57,7 @@ def test_the_demo_learns_and_its_control_run_does_not(tmp_path: Path, seed: int,
 
     recipe = str(ROOT / "examples" / "recipes" / "arithmetic.toml")
     still = ["run.run_id=control", "run.folder=runs/control", "run.total_batches=10", "trainer.learning_rate=0"]
-    control = tandem(tmp_path, "run", recipe, *still, f"run.seed={seed}", deadline=200)
+    control = run_tandem("run", recipe, *still, f"run.seed={seed}", cwd=tmp_path, seconds=200)
     assert control.returncode == 0, control.stdout[-3000:] + control.stderr[-3000:]
     figures = summary(tmp_path / "runs" / "control")
     assert abs(figures["final_accuracy"] - figures["initial_accuracy"]) <= 0.03
@@ -75,7 +66,7 @@ def test_the_demo_learns_and_its_control_run_does_not(tmp_path: Path, seed: int,
 def check_the_exported_model(folder: Path, final_accuracy: float) -> None:
     """`tandem eval` finds the run's last accuracy with the exported model."""
     run = folder / "runs" / "demo"
-    done = tandem(folder, "eval", str(run / "config.json"), f"model.path={run / 'hf'}", deadline=200)
+    done = run_tandem("eval", str(run / "config.json"), f"model.path={run / 'hf'}", cwd=folder, seconds=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = re.search(r"accuracy ([0-9.]+), mean reward ([0-9.]+) over (\d+) rows", done.stdout)
     assert said is not None, done.stdout
@@ -124,7 +115,7 @@ def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
 def test_every_gsm8k_recipe_takes_two_steps(file: Path, gsm8k_folder: Path) -> None:
-    done = tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
+    done = run_tandem("run", str(file), *stand_in(load_recipe(file)), cwd=gsm8k_folder, seconds=150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run, recipe = gsm8k_folder / "runs" / file.stem, load_recipe(file)
     assert summary(run)["train_steps"] == 2

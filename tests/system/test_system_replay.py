@@ -123,18 +123,11 @@ def test_a_trainer_runs_on_two_hosts(tmp_path: Path) -> None:
         redis.stop()
 
 
-def test_several_optimizer_steps_per_batch_replay(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, trainer={"optimizer_steps_per_batch": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
+def test_several_optimizer_steps_per_batch_and_the_disk_weight_backend_replay(tmp_path: Path) -> None:
+    changes = {"trainer": {"optimizer_steps_per_batch": 2}, "weights": {"backend": "disk"}}
+    run = WholeRun(tmp_path, **changes, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
     run.finish()
     check_asynchronous(run)
-    check_replay(run)
-    assert run.summary()["optimizer_steps"] == 10
-
-
-def test_a_run_with_the_disk_weight_backend_replays(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, weights={"backend": "disk"}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
-    run.finish()
-    check_asynchronous(run)
-    assert run.summary()["weight_updates"] == 5
-    assert run.summary()["groups"]["dropped"] == 0
+    summary = run.summary()
+    assert (summary["optimizer_steps"], summary["weight_updates"], summary["groups"]["dropped"]) == (10, 5, 0)
     check_replay(run)

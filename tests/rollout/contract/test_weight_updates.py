@@ -127,11 +127,9 @@ def test_a_sender_that_dies_half_way_keeps_the_weights(ring: Ring) -> None:
     manifest, answer = ring.start_update()
     assert len(manifest.buckets) > 3
     ring.broadcast(manifest.buckets[:2])
-    started = time.monotonic()
     ring.sender.close()
-    with pytest.raises(WeightTransferError):
+    with pytest.raises(WeightTransferError, match=r"failed: .*[Cc]onnection (closed|reset) by peer"):  # no time-out
         answer.result(TIMEOUT)
-    assert time.monotonic() - started < TIMEOUT / 2
     ring.join()
     for row in running.result(60):
         assert [span.policy_version for span in row.segments[0].spans] == [ring.version]

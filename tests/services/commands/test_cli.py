@@ -1,7 +1,7 @@
 """The command line: help, commands that need no run, and bad input.
 
-Bad input gives exit code 2, one line with fault, place and remedy, and leaves no process. Each case takes a second, so
-there is one per kind; tests/services/run/test_preflight.py has all of them.
+Bad input gives exit code 2, one line with fault, place and remedy, and leaves no process. There is one case per kind;
+tests/services/run/test_preflight.py has all of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import MARK, carriers
 from tests.support.run_inputs import recipe_of, small_values, write_dataset
 
-DEADLINE_SECONDS = 60.0
 TANDEM = (sys.executable, "-m", "tandem.services.cli")
 
 
@@ -42,29 +41,40 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def started(*command: str, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; fails if a process that it started is left."""
+PLAIN = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
+Done = subprocess.CompletedProcess[str]
+Tandem = Callable[..., Done]
+
+
+def started(*command: str, cwd: Path = ROOT, stdout: int = subprocess.PIPE) -> Done:
+    """Runs a command as a process to its end; fails if a process that it started is left."""
     mark = uuid.uuid4().hex
-    plain = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
+    variables = {**os.environ, **PLAIN, "PYTHONPATH": str(ROOT), MARK: mark}
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **plain, "PYTHONPATH": str(ROOT), MARK: mark},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
+        command, cwd=cwd, env=variables, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60.0, check=False
     )
     assert list(carriers(mark)) == []
     return done
 
 
-def tandem(*arguments: str, cwd: Path = ROOT, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    return started(*TANDEM, *arguments, cwd=cwd, stdout=stdout)
+@pytest.fixture
+def tandem(monkeypatch: pytest.MonkeyPatch) -> Tandem:
+    """Runs a command of `tandem` in this process; fails if a process that it started is left."""
+    mark = uuid.uuid4().hex
+    for name, value in {**PLAIN, MARK: mark}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str, cwd: Path = ROOT) -> Done:
+        monkeypatch.chdir(cwd)
+        done = CliRunner().invoke(app, arguments)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        assert list(carriers(mark)) == []
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    return run
 
 
-def complaint(done: subprocess.CompletedProcess[str]) -> str:
+def complaint(done: Done) -> str:
     """The one line with which a command refused bad input."""
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
@@ -82,74 +92,62 @@ def test_help_of_every_command_has_an_example(command: list[str]) -> None:
 
 
 def test_help_lists_every_command_and_is_printed_without_arguments() -> None:
-    listed = tandem("--help").stdout
+    listed = started(*TANDEM, "--help").stdout
     for command in COMMANDS:
         assert not command or f"  {command[0]} " in listed
-    done = tandem()
-    assert "Usage: tandem" in done.stdout + done.stderr
+    assert "Usage: tandem" in CliRunner().invoke(app, []).output
 
 
-def test_a_missing_recipe_is_a_one_line_error(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_a_one_line_error(tandem: Tandem, tmp_path: Path) -> None:
     for command in ("run", "sft", "eval", "config"):
         assert "no such file" in complaint(tandem(command, str(tmp_path / "gone.toml")))
-    assert "no such file" in complaint(tandem("serve", "feed", str(tmp_path / "gone.toml")))
+    assert "no such file" in complaint(started(*TANDEM, "serve", "feed", str(tmp_path / "gone.toml")))
 
 
 def test_a_service_started_by_hand_needs_a_run_or_a_redis(recipe: Path) -> None:
-    line = complaint(tandem("serve", "reward", str(recipe)))
+    line = complaint(started(*TANDEM, "serve", "reward", str(recipe)))
     assert "tandem run" in line and "TANDEM_REDIS_URL" in line
 
 
-def test_an_unknown_service_is_refused_with_the_known_ones(recipe: Path) -> None:
+def test_an_unknown_service_is_refused_with_the_known_ones(tandem: Tandem, recipe: Path) -> None:
     done = tandem("serve", "trainr", str(recipe))
     assert done.returncode == 2
     assert all(service in done.stderr for service in ("feed", "rollout", "reward", "trainer"))
 
 
 @pytest.mark.parametrize("command", ["status", "ledger", "replay"])
-def test_a_folder_without_a_run_is_a_one_line_error(command: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_one_line_error(tandem: Tandem, command: str, tmp_path: Path) -> None:
     assert "is not a run folder" in complaint(tandem(command, str(tmp_path)))
     assert "no run found under runs/" in complaint(tandem(command, cwd=tmp_path))
 
 
-def test_commands_default_to_the_run_started_last(tmp_path: Path) -> None:
+def test_status_of_a_finished_run_prints_the_summary_of_the_run_started_last(tandem: Tandem, tmp_path: Path) -> None:
     values = small_values(tmp_path)
     for age, name in enumerate(("older", "newer")):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(dump_recipe(recipe_of(values, run={"folder": str(folder)})))
+        (folder / "summary.json").write_text(
+            json.dumps({"final_accuracy": 0.875, "train_steps": 40, "groups": {"trained": 80}})
+        )
         os.utime(folder / "config.json", (age, age))
     done = tandem("status", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "runs/newer" in done.stdout and "older" not in done.stdout
+    assert done.returncode == 0 and "older" not in done.stdout
+    assert all(words in done.stdout for words in ("runs/newer: finished", "0.875", "trained", "80"))
 
 
-def test_status_of_a_finished_run_prints_its_summary(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.json").write_text(dump_recipe(recipe_of(small_values(tmp_path))))
-    (folder / "summary.json").write_text(
-        json.dumps({"final_accuracy": 0.875, "train_steps": 40, "groups": {"trained": 80}})
-    )
-    said = tandem("status", str(folder)).stdout
-    assert "finished" in said and "0.875" in said and "trained" in said and "80" in said
-
-
-def test_config_prints_the_resolved_recipe(recipe: Path) -> None:
+def test_config_prints_the_resolved_recipe_or_explains_every_key(tandem: Tandem, recipe: Path) -> None:
     done = tandem("config", str(recipe), "run.staleness_budget=4")
     assert done.returncode == 0
     assert "staleness_budget = 4  # default: 2" in done.stdout
     as_json = tandem("config", str(recipe), "run.staleness_budget=4", "--json")
     assert parse_recipe(tomllib.loads(done.stdout)) == parse_recipe(json.loads(as_json.stdout))
-
-
-def test_config_without_a_recipe_explains_every_key() -> None:
     said = tandem("config").stdout
     assert "trainer.learning_rate (number ≥ 0.0; default 1e-06)" in said
     assert "model.path (text; must be given)" in said
 
 
-def test_data_check_reports_the_faults_of_a_file(tmp_path: Path) -> None:
+def test_data_check_reports_the_faults_of_a_file(tandem: Tandem, tmp_path: Path) -> None:
     file = write_dataset(tmp_path / "rows.jsonl")
     assert tandem("data", "check", str(file)).returncode == 0
     file.write_text(file.read_text() + "{}\n")
@@ -213,7 +211,9 @@ CASES: list[tuple[Callable[[Path], object], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("damage", "override", "says"), CASES)
-def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
+def test_bad_input_is_refused(
+    tandem: Tandem, recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]
+) -> None:
     damage(recipe.parent)
     before = files_below(recipe.parent)
     line = complaint(tandem("run", "recipe.json", *filter(None, [override]), cwd=recipe.parent))
@@ -230,38 +230,34 @@ def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], ov
         ("model.path=models/gone/for/good", ["models/gone/for/good: no such folder"]),
     ],
 )
-def test_config_refuses_the_recipes_that_run_refuses(recipe: Path, override: str, says: list[str]) -> None:
+def test_config_refuses_the_recipes_that_run_refuses(
+    tandem: Tandem, recipe: Path, override: str, says: list[str]
+) -> None:
     done = tandem("config", "recipe.json", override, cwd=recipe.parent)
     assert done.returncode == 2 and "[run]" in done.stdout, "the resolved recipe is printed first"
     (line,) = done.stderr.splitlines()
     assert line.startswith("tandem: ") and all(words in line for words in says), line
 
 
+class Answers(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing on standard error."""
+
+
 @contextmanager
 def web_server() -> Iterator[int]:
-    """The port of a server that answers as a web server does, not as Redis."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            while True:
-                try:
-                    client, _ = listener.accept()
-                except OSError:  # the test has ended
-                    return
-                with client:
-                    client.recv(4096)
-                    client.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
+    """The port of a web server, which is no Redis."""
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield listener.getsockname()[1]
+            yield server.server_port
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
+            server.shutdown()
             thread.join(timeout=10.0)
 
 
-def test_a_port_in_use_by_another_program_is_refused(recipe: Path) -> None:
+def test_a_port_in_use_by_another_program_is_refused(tandem: Tandem, recipe: Path) -> None:
     with web_server() as port:
         line = complaint(tandem("run", "recipe.json", f"reward.port={port}", cwd=recipe.parent))
         assert f"reward.port: cannot listen on 127.0.0.1:{port}" in line and "choose another reward.port" in line
@@ -277,7 +273,7 @@ def test_a_run_on_a_full_disk_is_refused(recipe: Path) -> None:
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(disk)]
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare (util-linux) to mount a small disk")
-    tried = subprocess.run([*alone, "true"], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    tried = subprocess.run([*alone, "true"], capture_output=True, text=True, timeout=60.0, check=False)
     if tried.returncode:
         pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
     line = complaint(started(*alone, *TANDEM, "run", "recipe.json", f"run.folder={disk}/run", cwd=recipe.parent))
@@ -319,7 +315,7 @@ def test_a_service_whose_disk_fills_ends_with_one_line(does: str, names: str, tm
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
 def test_a_command_whose_output_does_not_fit_ends_with_one_line(recipe: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = tandem("config", "recipe.json", cwd=recipe.parent, stdout=full.fileno())
+        done = started(*TANDEM, "config", "recipe.json", cwd=recipe.parent, stdout=full.fileno())
     assert complaint(done).startswith("/dev/stdout: the disk is full")
 
 
@@ -328,7 +324,7 @@ def test_another_disk_error_keeps_its_traceback(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" in done.stderr and "Input/output error" in done.stderr
 
 
-def test_a_redis_outage_is_not_reported_as_a_ledger_violation(recipe: Path) -> None:
+def test_a_redis_outage_is_not_reported_as_a_ledger_violation(tandem: Tandem, recipe: Path) -> None:
     values = json.loads(recipe.read_text())
     values["run"]["redis_url"] = "unix:///nowhere/redis.sock"
     write(json.dumps(values), "run", "config.json")(recipe.parent)

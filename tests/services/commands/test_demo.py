@@ -1,4 +1,4 @@
-"""`tandem demo` around the run: an earlier demo is kept, a running one is left alone, errors are one line."""
+"""`tandem demo` around the run: its task, an earlier demo is kept, a running one is left alone, errors are one line."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import run_service
 from tandem.services.commands import demo
+from tandem.services.commands.data_check import check_file
 from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
+from tandem.services.data.arithmetic import EVALUATION_ROWS, right_sum, sloppy_sum, write_task
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
-from tests.support.processes import run_python
+from tests.support.processes import run_python, run_tandem
 from tests.support.redis_ring import running_redis
 
 STOPPED = 130
@@ -117,7 +121,7 @@ def test_a_running_demo_is_left_alone(stage: Stage, folder: Path, moment: str) -
     with RunLock(folder) as lock:
         if moment == "run":
             (folder / CONFIG_FILE).write_text("{}")
-            lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere"))
+            lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere", control=""))
         before = sorted(os.listdir(folder))
         told = r"demo: another supervisor.* runs in it; .* choose another run\.folder"
         with pytest.raises(RunExistsError, match=told):
@@ -236,17 +240,44 @@ def test_without_vllm_the_demo_samples_with_transformers_and_reports_it(tmp_path
     )
     warm_up = ["sft.max_steps=20", "sft.validate_every=20", "sft.target_accuracy=0"]
     small = ["run.total_batches=2", "run.groups_per_batch=4", *warm_up]
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem.services.cli", "demo", *small],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "TANDEM_REDIS_URL": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_tandem("demo", *small, cwd=tmp_path, seconds=300, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "sampling with transformers: vllm is not installed here (pip install 'tandem-rl[cpu]'" in done.stdout
     config = load_resolved(tmp_path / "runs" / "demo" / CONFIG_FILE)
     assert config.rollout.engine == "transformers"
     assert json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())["train_steps"] == 2
+
+
+# ---- the task ----
+
+digits = st.integers(0, 99)
+
+
+@given(digits, digits)
+def test_answers_that_ignore_the_carry_are_right_where_nothing_carries(a: int, b: int) -> None:
+    carries = a % 10 + b % 10 >= 10 or a // 10 + b // 10 >= 10
+    assert (sloppy_sum(a, b) == right_sum(a, b)) == (not carries)
+    assert len(sloppy_sum(a, b)) == len(right_sum(a, b)) == 3
+
+
+def test_the_sets_are_disjoint_and_determined_by_the_seed(tmp_path: Path) -> None:
+    write_task(tmp_path / "a", seed=0)
+    write_task(tmp_path / "b", seed=0)
+    write_task(tmp_path / "c", seed=1)
+    names = ("demonstrations", "train", "eval")
+    tables = {name: pq.read_table(tmp_path / "a" / f"{name}.parquet") for name in names}
+    questions = {name: {row["prompt"][0]["content"] for row in table.to_pylist()} for name, table in tables.items()}
+    splits = {name: {row["extra_info"]["split"] for row in table.to_pylist()} for name, table in tables.items()}
+    assert splits == {"demonstrations": {"train"}, "train": {"train"}, "eval": {"test"}}
+    assert len(questions["eval"]) == EVALUATION_ROWS
+    assert sum(map(len, questions.values())) == len(set().union(*questions.values())) == 10_000
+    for name in names:
+        assert tables[name].equals(pq.read_table(tmp_path / "b" / f"{name}.parquet"))
+        assert not tables[name].equals(pq.read_table(tmp_path / "c" / f"{name}.parquet"))
+
+
+def test_the_data_passes_the_check(tmp_path: Path) -> None:
+    write_task(tmp_path, seed=0)
+    report = check_file(tmp_path / "train.parquet")
+    assert report.faults == []
+    assert report.num_usable == report.num_rows

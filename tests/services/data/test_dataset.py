@@ -1,4 +1,4 @@
-"""Dataset files, alone and as a mixture: verl's load unchanged; unusable rows are named and counted, never hidden."""
+"""Dataset files, alone, as a mixture, and checked by `tandem data check`: unusable rows are named and counted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.protos.types import Prompt, SamplingParameters, TrajectoryGroup
+from tandem.services.commands.data_check import check_file, show
 from tandem.services.config import parse_recipe
 from tandem.services.config.recipe import TrainFile
 from tandem.services.data.chat import ChatEncoder
@@ -23,7 +26,7 @@ from tests.support.processes import run_python
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.tiny_model import CHAT_TEMPLATE, VOCABULARY
 
-SAMPLING = SamplingParameters(max_tokens=8)
+SAMPLING = SamplingParameters(temperature=0.0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def load(
         "data": {"train_file": str(file), "max_prompt_tokens": 200},
         "rollout": {"max_response_tokens": 8},
     }
-    return load_prompts(file, parse_recipe(values), num_samples=4, temperature=1.0, limit=limit)
+    return load_prompts(str(file), parse_recipe(values), limit)
 
 
 def decoded(ids: Any) -> str:
@@ -58,7 +61,7 @@ def test_verls_files_load_unchanged(tmp_path: Path, model: Path, suffix: str) ->
     first, second = prompts
     assert decoded(first.token_ids) == "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
     assert first.token_ids.dtype == np.int32
-    assert (first.data_source, first.ability, first.ground_truth, first.num_samples) == ("arithmetic", "math", "2", 4)
+    assert (first.data_source, first.ability, first.ground_truth, first.num_samples) == ("arithmetic", "math", "2", 1)
     assert first.extra_info == {"split": "train", "index": 0} and first.sampling == SAMPLING
     assert [message["role"] for message in second.messages] == ["system", "user"]
     assert decode_group(encode_group(TrajectoryGroup(second))).prompt.messages == second.messages
@@ -210,21 +213,19 @@ def test_model_folders_without_chat_files_are_refused(tmp_path: Path, model: Pat
 
 
 def test_the_tokenizer_equals_autotokenizers_and_needs_no_torch(model: Path) -> None:
+    chat = [{"role": "user", "content": "12 + 3"}]
     code = (
         "import sys, tandem.services.feed_service\n"
         "from tandem.services.data.chat import ChatEncoder\n"
-        f"encoder = ChatEncoder({str(model)!r})\n"
-        "ids = encoder.encode([{'role': 'user', 'content': '12 + 3'}])\n"
+        f"print(type((encoder := ChatEncoder({str(model)!r}))._tokenizer).__name__, *encoder.encode({chat!r}))\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        "from transformers import AutoTokenizer\n"
-        f"other = AutoTokenizer.from_pretrained({str(model)!r})\n"
-        "assert type(other) is type(encoder._tokenizer), type(other)\n"
-        "text = other.apply_chat_template([{'role': 'user', 'content': '12 + 3'}], "
-        "add_generation_prompt=True, tokenize=False)\n"
-        "assert other.encode(text, add_special_tokens=False) == ids.tolist()\n"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
+    other = AutoTokenizer.from_pretrained(model)
+    text = other.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    ids = other.encode(text, add_special_tokens=False)
+    assert done.stdout.split() == [type(other).__name__, *map(str, ids)]
 
 
 @pytest.mark.parametrize("column", ["answer", "solution", "ground_truth"])
@@ -294,3 +295,44 @@ def test_a_fault_has_the_same_row_number_in_all_epochs(tmp_path: Path) -> None:
 def test_wrongly_configured_train_files_are_refused(tmp_path: Path, data: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         recipe_of(small_values(tmp_path), data=data)
+
+
+# ---- tandem data check ----
+
+
+def test_a_file_without_a_fault_exits_with_0(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_parquet(tmp_path / "good.parquet", [verl_row(f"{n}+1=?", str(n + 1), split="x") for n in range(30)])
+    report = check_file(file, model_path=str(model), max_prompt_tokens=60)
+    assert (report.num_rows, report.num_usable, report.faults) == (30, 30, [])
+    assert (
+        report.roles == {"user": 30} and report.data_sources == {"arithmetic": 30} and len(report.prompt_lengths) == 30
+    )
+    assert show(report, Console()) == 0
+    told = capsys.readouterr().out
+    assert "30 of 30 rows can be used; every row is fine" in told and "split (not read)" in told and "user 30" in told
+
+
+def test_every_fault_is_found(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [verl_row("1+1=?", "2"), *(row for _, row in BAD_ROWS), verl_row("1+1=?", "2"), verl_row("1+1=?", "3")]
+    file = write_lines(tmp_path / "bad.jsonl", rows)
+    report = check_file(file, model_path=str(model), max_prompt_tokens=200)
+    reasons = [*(reason for reason, _ in BAD_ROWS), "duplicate", "contradiction"]
+    assert [(fault.index, fault.reason) for fault in report.faults] == list(enumerate(reasons, 1))
+    assert report.num_usable == 3
+    assert show(report, Console()) == 1
+    told = capsys.readouterr().out
+    assert f"3 of {len(rows)} rows can be used; {len(report.faults)} faults" in told
+    assert "unknown_role" in told and "reward_model.ground_truth" in told
+
+
+def test_lengths_are_checked_only_with_a_model(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [verl_row("a" * 5000, "1")])
+    assert check_file(file).faults == []
+    with pytest.raises(DataError, match="needs a model to count them"):
+        check_file(file, max_prompt_tokens=10)
+
+
+def test_a_long_list_of_faults_is_shortened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(check_file(write_lines(tmp_path / "f.jsonl", [verl_row("[bold]a", "1")] * 50)), Console()) == 1
+    told = capsys.readouterr().out
+    assert "and 29 more" in told and "duplicate" in told and "98.0%" in told

@@ -28,6 +28,7 @@ from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
 from tandem.trainer.weight_sender import WeightSender
 from tests.services.rollout.test_rollout_service import offer, prompt
+from tests.support.paths import ROOT
 from tests.support.redis_ring import SAMPLER, new_run
 from tests.support.service_wire import ask_info, check_what_it_says
 from tests.support.tiny_model import build_tiny_model
@@ -44,19 +45,10 @@ class Served:
         self.log = folder / "rollout.log"
         self.temporary = temporary
         self.started_after = time.time()
-        script = folder / "serve.py"
-        script.write_text(
-            f"""from tandem.services.command_line import run_service
-from tandem.services.config import load_resolved
-def main():
-    from tandem.services.rollout.service import main
-    main(load_resolved({str(recipe_file)!r}), {redis_url!r})
-if __name__ == '__main__': run_service(main)
-"""
-        )
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary)}
+        command = [sys.executable, "-m", "tandem.services.cli", "serve", "rollout", str(recipe_file)]
+        environment = {**os.environ, "TANDEM_REDIS_URL": redis_url, "TMPDIR": str(temporary)}
         with open(self.log, "w", encoding="utf-8") as log:
-            self.process = subprocess.Popen([sys.executable, str(script)], stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
     def wait_ready(self, buffer: Buffer) -> str:
         def registered() -> bool:
@@ -243,4 +235,4 @@ def is_engine(child: psutil.Process) -> bool:
         command = " ".join(child.cmdline())
     except psutil.Error:
         return False
-    return "serve.py" in command or "EngineCore" in command  # a fork before and after it sets its title
+    return "serve rollout" in command or "EngineCore" in command  # a fork before and after it sets its title

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import redis
+from typer.testing import CliRunner
 
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.cli import app
 from tandem.services.commands.status import ask_supervisor
 from tandem.services.config import dump_recipe
 from tandem.services.run import preflight
@@ -63,29 +65,25 @@ cli.main()
 class Run:
     """A recipe, and the `tandem` processes started on it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
         recipe = recipe_of(small_values(folder), data={"max_epochs": 1})  # the stand-ins do not train
         self.folder = recipe.folder
         self.recipe_file = folder / "recipe.json"
         self.recipe_file.write_text(dump_recipe(recipe))
-        self.started: list[subprocess.Popen[str]] = []
+        self._stack = stack
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", TANDEM, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "TANDEM_REDIS_URL": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started.append(process)
+        command = [sys.executable, "-c", TANDEM, *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
         return process
 
     def tandem(self, *arguments: str) -> tuple[int, str]:
-        process = self.start(*arguments)
-        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-        return process.returncode, said
+        """The exit code and the output of a command that starts no run, in this process."""
+        done = CliRunner().invoke(app, arguments)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.output
 
     def start_run(self, *arguments: str) -> tuple[subprocess.Popen[str], RunAddress]:
         """Starts the run and waits until every service is running and the feed has admitted its six groups."""
@@ -96,11 +94,16 @@ class Run:
         eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
         return process, address
 
+    def end(self, process: subprocess.Popen[str], code: int = 0) -> str:
+        """Lets the trainer finish; returns what the run printed."""
+        (self.folder / "finish").touch()
+        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == code, said
+        return said
+
     def all_running(self) -> bool:
         address = running(self.folder)
-        if address is None or not address.control:
-            return False
-        return {service.state for service in ask_supervisor(address)[0].services} == {"running"}
+        return address is not None and {service.state for service in ask_supervisor(address)[0].services} == {"running"}
 
     def pids(self) -> list[int]:
         """Process ids of the supervisor's children and its Redis."""
@@ -111,16 +114,11 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A run whose processes end with the fixture."""
-    made = Run(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(timeout=DEADLINE_SECONDS)
-        assert process.stdout is not None
-        process.stdout.close()
+    monkeypatch.setenv("TANDEM_REDIS_URL", "")
+    with ExitStack() as stack:
+        yield Run(tmp_path, stack)
 
 
 @pytest.fixture

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from tandem.protos.errors import ConfigError
-from tandem.reward.options.tree import known_keys
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.resume import FREE, check_resumable, forbidden_changes
-from tandem.trainer.config import TrainerConfig
 from tests.support.run_inputs import Values, recipe_of
 
 EVERY_TABLE: dict[str, Any] = {
@@ -65,22 +63,6 @@ def test_every_key_is_fixed_unless_it_is_declared_free(values: Values) -> None:
         found = [change.key for change in forbidden_changes(resolved, changed(resolved, key))]
         free = key in FREE or key.partition(".")[0] in FREE
         assert found == ([] if free else [key])
-
-
-def test_every_free_key_exists() -> None:
-    assert set(known_keys(Recipe)) >= FREE
-
-
-def test_a_new_key_is_fixed_by_default(values: Values) -> None:
-    class LaterTrainer(TrainerConfig):
-        new_key: int = 1
-        """A key that is not declared free."""
-
-    class LaterRecipe(Recipe):
-        trainer: LaterTrainer = LaterTrainer()
-
-    before, now = (LaterRecipe.model_validate({**values, "trainer": {"new_key": value}}) for value in (1, 2))
-    assert [change.key for change in forbidden_changes(before.model_dump(), now.model_dump())] == ["trainer.new_key"]
 
 
 def test_the_refusal_names_key_values_and_remedy(values: Values) -> None:

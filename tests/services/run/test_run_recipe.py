@@ -1,36 +1,64 @@
-"""`tandem run` with real Redis, gRPC and processes; small programs stand in for the four services."""
+"""`tandem run` and its gRPC service, with real Redis and processes; small programs stand in for the four services."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 
 from tandem.protos import control_pb2, control_pb2_grpc
+from tandem.protos.errors import DeadlineError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.rpc.client import connect
+from tandem.services.config import parse_recipe
+from tandem.services.rpc.client import connect, translated
+from tandem.services.run.children import Child, ChildSpec
+from tandem.services.run.control import control_server
 from tandem.services.run.folder import CONFIG_FILE, running
+from tandem.services.run.process_group import ProcessGroup
 from tests.services.run.conftest import DEADLINE_SECONDS, Run
 from tests.support.processes import has_ended
+from tests.support.redis_ring import SAMPLER, new_run, score, train
+from tests.support.run_inputs import small_values
+from tests.support.service_wire import ask_info, check_what_it_says
 from tests.support.waiting import eventually
 
 
-def test_a_run_shows_its_status_while_it_runs_and_its_ledger_afterwards(run: Run) -> None:
-    process, _address = run.start_run()
+def test_a_run_is_shown_while_it_runs_and_afterwards(run: Run) -> None:
+    code, said = run.tandem("run", str(run.recipe_file), "--resume")
+    assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1, "there is nothing to resume yet"
+    assert not run.folder.exists()
+
+    before = time.time()
+    process, address = run.start_run()
+    for arguments in ((), ("--resume",)):
+        code, said = run.tandem("run", str(run.recipe_file), *arguments)
+        assert code == 2 and f"pid {process.pid}" in said and len(said.splitlines()) == 1, "it is the only supervisor"
     code, said = run.tandem("status", str(run.folder))
     assert code == 0
     assert all(name in said for name in ("feed", "reward", "trainer", "running", "prompts_waiting"))
     code, said = run.tandem("ledger", str(run.folder), "--json")
     assert code == 0 and json.loads(said)["counts"]["prompts_waiting"] == 6
+    buffer = Buffer(address.redis_url, "small")
+    expected = {"name": "controller", "service_names": ("tandem.v1.ControlService",), "started_after": before}
+    figures = check_what_it_says(address.control, buffer, **expected).figures  # nothing is published yet
+    assert (figures["admitted"], figures["prompts_waiting"]) == (6.0, 6.0)
+    assert buffer.services()["controller"] == address.control, "it is found through the buffer, too"
 
     pids = run.pids()
-    (run.folder / "finish").touch()
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, said
+    said = run.end(process)
+    why = "the training data ended after 1 epoch (data.max_epochs=1). Of 6 groups, 6 were trained and 0 dropped"
+    assert f"trained 0 of 3 batches: {why}" in said
+    assert f"summary: {run.folder / 'summary.json'} · trained model: {run.folder / 'hf'}" in said
     assert all(map(has_ended, pids))
+    with pytest.raises((UnavailableError, DeadlineError)):
+        ask_info(address.control)
     code, said = run.tandem("ledger", str(run.folder))
     assert code == 0 and "sound" in said
     code, said = run.tandem("status", str(run.folder))
@@ -43,10 +71,7 @@ def test_the_ledger_of_a_run_that_does_not_add_up_exits_with_1(run: Run) -> None
     assert server.delete("tandem:{small}:payload:0-3") == 1
     code, said = run.tandem("ledger", str(run.folder))
     assert code == 1 and "VIOLATION" in said and "0-3" in said
-    (run.folder / "finish").touch()
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 1, "a run that lost a group has failed"
-    assert "0-3" in said
+    assert "0-3" in run.end(process, 1), "a run that lost a group has failed"
 
 
 def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_named(run: Run) -> None:
@@ -74,74 +99,91 @@ def test_a_redis_that_dies_is_restarted_with_its_data(run: Run) -> None:
     assert run.tandem("ledger", str(run.folder))[0] == 0
 
 
-@pytest.mark.system
-def test_a_run_ended_by_kill_9_leaves_no_process_and_is_resumed(run: Run) -> None:
+def test_a_run_that_took_no_step_does_not_occupy_its_folder(run: Run) -> None:
     process, _address = run.start_run()
-    pids = run.pids()
-    (run.folder / "batches" / "000001").mkdir(parents=True)  # the run took a step
     process.kill()
-    eventually(lambda: all(map(has_ended, pids)), seconds=10.0)
-
-    code, said = run.tandem("run", str(run.recipe_file))
-    assert code == 2 and "--resume" in said and len(said.splitlines()) == 1
-    code, said = run.tandem("run", str(run.recipe_file), "run.seed=5", "--resume")
-    assert code == 2 and "run.seed was 0" in said and len(said.splitlines()) == 1
-    (run.folder / "finish").touch()
-    code, said = run.tandem("run", str(run.recipe_file), "--resume")
-    assert code == 0, said
-
-
-@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
-def test_a_run_that_took_no_step_does_not_occupy_its_folder(run: Run, killed: bool) -> None:
-    process, _address = run.start_run()
-    (process.kill if killed else process.terminate)()
+    process.communicate(timeout=DEADLINE_SECONDS)
+    process, address = run.start_run("run.seed=5")
+    assert Buffer(address.redis_url, "small").counts()["admitted"] == 6, "the first attempt's groups are forgotten"
+    process.terminate()
     said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    if not killed:
-        assert process.returncode == 130
-        assert f"no batch was trained; {run.folder} can be used for a new run" in said
-        assert not (run.folder / CONFIG_FILE).exists()
-    process, _address = run.start_run("run.seed=5")
-    (run.folder / "finish").touch()
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, said
+    assert process.returncode == 130
+    assert f"no batch was trained; {run.folder} can be used for a new run" in said
+    assert not (run.folder / CONFIG_FILE).exists()
+    process, _address = run.start_run("run.seed=6")
+    run.end(process)
     code, said = run.tandem("ledger", str(run.folder), "--json")
-    assert code == 0 and json.loads(said)["counts"]["admitted"] == 6, "the groups of the first attempt are forgotten"
+    assert code == 0 and json.loads(said)["counts"]["admitted"] == 6
 
 
-@pytest.mark.parametrize(
-    ("max_epochs", "exit_code", "says"),
-    [(1, 0, "the training data ended after 1 epoch (data.max_epochs=1)"), (0, 3, "no further group could be scored")],
-)
-def test_a_run_with_fewer_batches_than_requested_reports_it(
-    run: Run, max_epochs: int, exit_code: int, says: str
-) -> None:
-    process, _address = run.start_run(f"data.max_epochs={max_epochs}")
-    (run.folder / "finish").touch()
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == exit_code, said
-    assert f"trained 0 of 3 batches: {says}. Of 6 groups, 6 were trained and 0 dropped" in said
-    assert f"summary: {run.folder / 'summary.json'} · trained model: {run.folder / 'hf'}" in said
-
-
-def test_the_first_error_of_each_reason_for_a_drop_is_shown_once(run: Run) -> None:
-    process, address = run.start_run()
+def test_dropped_groups_and_missing_batches_are_reported(run: Run) -> None:
+    """The first error of each reason for a drop is shown once, and the end says what was not trained."""
+    process, address = run.start_run("data.max_epochs=0")
     buffer = Buffer(address.redis_url, "small")
     buffer.register_sampler("rollout-0", "", 1)
     buffer.publish(buffer.begin_incarnation(), 0, ["rollout-0"])
-    while buffer.counts()["dropped"] < 2:
-        for claim in buffer.claim("prompts", "rollout-0", 6, 60.0, 5.0):
+    crashing = buffer.claim("prompts", "rollout-0", 2, 60.0, 5.0)
+    assert len(buffer.claim("prompts", "rollout-0", 4, 60.0, 5.0)) == 4, "the others stay under way"
+    while crashing:
+        for claim in crashing:
             buffer.release(claim, "crashed", "data", f"ValueError: {claim.group_id}")
-    (run.folder / "finish").touch()
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        crashing = buffer.claim("prompts", "rollout-0", 2, 60.0, 0.0)
+    said = run.end(process, 3)
     assert said.count("warning: a group was dropped (crashed): ValueError: ") == 1, said
+    why = "no further group could be scored. Of 6 groups, 4 were trained and 2 dropped (crashed 2)"
+    assert f"trained 0 of 3 batches: {why}" in said
 
 
-def test_one_folder_has_one_supervisor_and_an_empty_one_cannot_be_resumed(run: Run) -> None:
-    code, said = run.tandem("run", str(run.recipe_file), "--resume")
-    assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1
-    assert not run.folder.exists()
-    process, _ = run.start_run()
-    for arguments in ((), ("--resume",)):
-        code, said = run.tandem("run", str(run.recipe_file), *arguments)
-        assert code == 2 and f"pid {process.pid}" in said and len(said.splitlines()) == 1
-    assert process.poll() is None
+# ---- the supervisor's gRPC service ----
+
+RPC_SECONDS = 5.0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> ProcessGroup:
+    """A process group with one process that was never started."""
+    made = ProcessGroup(report=print)
+    made.children = [Child(ChildSpec("trainer", (sys.executable, "-c", ""), tmp_path / "trainer.log"), made.token)]
+    return made
+
+
+@pytest.fixture
+def served(redis_url: str, processes: ProcessGroup, tmp_path: Path) -> Iterator[tuple[str, Buffer]]:
+    values = small_values(tmp_path)
+    values["run"]["run_id"] = f"control-{tmp_path.name}"
+    recipe = parse_recipe(values)
+    buffer = new_run(redis_url, groups_per_batch=2, run_id=recipe.run.run_id)
+    with control_server(recipe, processes, buffer) as address:
+        yield address, buffer
+    buffer.close()
+
+
+def test_info_follows_the_ledger(served: tuple[str, Buffer]) -> None:
+    address, buffer = served
+    info = ask_info(address)
+    assert (info.policy_version, info.incarnation, info.figures["admitted"]) == (0, 1, 0.0)
+    score(buffer, 2)
+    train(buffer, 1, 1, 2)
+    buffer.publish(1, 1, [SAMPLER])
+    info = ask_info(address)
+    assert (info.policy_version, info.incarnation) == (1, 1)
+    assert dict(info.figures) == {name: float(count) for name, count in buffer.counts().items()}
+    assert info.figures["admitted"] == info.figures["retired"] == 2.0
+    assert buffer.begin_incarnation() == ask_info(address).incarnation == 2
+
+
+def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
+    served: tuple[str, Buffer], processes: ProcessGroup
+) -> None:
+    address, buffer = served
+    buffer.register_service("trainer", "127.0.0.1:7")
+    with connect(address) as channel, translated():
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
+        ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
+        stub.StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
+    (trainer,) = status.services
+    assert (trainer.name, trainer.state, trainer.pid, trainer.address) == ("trainer", "stopped", 0, "127.0.0.1:7")
+    assert Path(status.run_dir).name == "run"
+    assert dict(ledger.counts) == buffer.counts() and list(ledger.violations) == []
+    assert processes.run() == 130, "stopped as by Ctrl-C before it started, it starts nothing"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -40,19 +41,18 @@ def changed(recipe: Recipe, **run: object) -> Recipe:
 def serve(recipe: Recipe, redis_url: str, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     """Starts a service by hand; its output goes to `<service>.log`."""
     (tmp_path / "recipe.json").write_text(dump_recipe(recipe))
-    started: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": redis_url, "HF_HUB_OFFLINE": "1"}
+    with ExitStack() as stack:
 
-    def start(service: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tandem.services.cli", "serve", service, "recipe.json"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": redis_url, "HF_HUB_OFFLINE": "1"}
-        with open(tmp_path / f"{service}.log", "ab") as log:
-            started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
-        return started[-1]
+        def start(service: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "tandem.services.cli", "serve", service, "recipe.json"]
+            log = stack.enter_context(open(tmp_path / f"{service}.log", "ab"))
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(timeout=DEADLINE_SECONDS)
+        yield start
 
 
 def until(what: Callable[[], bool], *processes: subprocess.Popen[bytes], folder: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ DEADLINE_SECONDS = 20.0
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
+TELLS = (
+    "import signal, time; signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True)); "
+    "print('ready', flush=True); time.sleep(600)"
 )
 # Starts as `tandem serve` does, with a child that does the same in a session of its own.
 MORTAL = """
@@ -71,27 +76,16 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process group in a process of its own, as `tandem run` does."""
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
 
-    def start_processes(table: dict[str, str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(table)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        def start_processes(table: dict[str, str]) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(table)]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
 
-    yield start_processes
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(timeout=DEADLINE_SECONDS)
-        assert process.stdout is not None
-        process.stdout.close()
+        yield start_processes
 
 
 def run_processes(
@@ -114,10 +108,11 @@ def pids_in(file: Path) -> list[int]:
     return [int(pid) for line in file.read_text().splitlines() if line.startswith("pids") for pid in line.split()[1:]]
 
 
-def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Path) -> None:
-    table = {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"}
+def test_the_end_of_the_trainer_alone_ends_the_run_and_every_other_child(tmp_path: Path) -> None:
+    table = {"feed": "pass", "rollout-0": SLEEP, "trainer": "import time; time.sleep(0.5); print('trained')"}
     outcome, said, processes = run_processes(tmp_path, table)
     assert outcome == FINISHED
+    assert processes.states()["feed"] == ("stopped", 0, 0)
     assert {state for state, _, _ in processes.states().values()} == {"stopped"}
     assert not any(child.alive for child in processes.children)
     assert said == []
@@ -145,12 +140,6 @@ def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
     assert processes.run() == FINISHED
     assert seen[:5] == ["waiting"] * 5 and seen[-1] == "starting"
     assert said == [], "an end that was not requested is not announced as a stop"
-
-
-def test_the_end_of_another_child_does_not_end_the_run(tmp_path: Path) -> None:
-    outcome, _, processes = run_processes(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
-    assert outcome == FINISHED
-    assert processes.states()["feed"] == ("stopped", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -193,28 +182,29 @@ print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] Traceback (most re
 print("ValueError: an earlier one")
 print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] ValueError: No available memory for the cache blocks.")
 print("Process EngineCore:")
-print("tandem: the engine for models/x does not start on this machine: RuntimeError: no core; {LINES_ABOVE}")
+print("tandem: the engine: RuntimeError: no core; {LINES_ABOVE}")
 sys.exit(2)
 """
 
 
-@pytest.mark.parametrize("keep_logs", [True, False])
+NO_EXCEPTION = f"import sys; print('tandem: the engine: RuntimeError: no core; {LINES_ABOVE}'); sys.exit(2)"
+
+
+@pytest.mark.parametrize(
+    ("program", "keep_logs", "says"),
+    [
+        (ENGINE_ENDS, True, "{log} names the cause: ValueError: No available memory for the cache blocks."),
+        (ENGINE_ENDS, False, "its log names the cause: ValueError: No available memory for the cache blocks."),
+        (NO_EXCEPTION, True, "{log} names the cause"),
+    ],
+)
 def test_an_error_that_refers_to_lines_above_quotes_the_last_exception_and_the_log(
-    tmp_path: Path, keep_logs: bool
+    tmp_path: Path, program: str, keep_logs: bool, says: str
 ) -> None:
-    outcome, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, keep_logs=keep_logs)
+    outcome, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": program}, keep_logs=keep_logs)
     assert outcome == USER_ERROR
-    log = str(tmp_path / "rollout-0.log") if keep_logs else "its log"
-    assert said == [
-        "tandem: rollout-0: the engine for models/x does not start on this machine: RuntimeError: no core; "
-        f"{log} names the cause: ValueError: No available memory for the cache blocks."
-    ]
-
-
-def test_an_error_that_refers_to_lines_without_an_exception_names_only_the_log(tmp_path: Path) -> None:
-    killed = f"import sys; print('tandem: Failed core proc(s): -9; {LINES_ABOVE}'); sys.exit(2)"
-    _, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
-    assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
+    cause = says.format(log=tmp_path / "rollout-0.log")
+    assert said == [f"tandem: rollout-0: the engine: RuntimeError: no core; {cause}"]
 
 
 @pytest.mark.parametrize(
@@ -270,27 +260,18 @@ def test_end_lineage_ends_no_other_process() -> None:
             process.wait(timeout=DEADLINE_SECONDS)
 
 
-def test_ctrl_c_ends_even_unresponsive_children_within_ten_seconds(tmp_path: Path, start: Start) -> None:
-    process = start({"trainer": STUBBORN, "feed": SLEEP, "reward": MORTAL})
-    eventually(lambda: log_says(tmp_path / "trainer.log", "deaf") and log_says(tmp_path / "reward.log", "pids"))
-    process.send_signal(signal.SIGINT)
+def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone_and_ends_even_unresponsive_children(
+    tmp_path: Path, start: Start
+) -> None:
+    process = start({"trainer": STUBBORN, "feed": TELLS, "reward": MORTAL})
+    logs = {"trainer": "deaf", "feed": "ready", "reward": "pids"}
+    eventually(lambda: all(log_says(tmp_path / f"{name}.log", text) for name, text in logs.items()))
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     said, _ = process.communicate(timeout=10.0)
     assert process.returncode == INTERRUPTED
-    assert "trainer did not stop after SIGTERM; killed" in said
-    assert "feed did not stop" not in said
+    assert "trainer did not stop after SIGTERM; killed" in said and "feed did not stop" not in said
+    assert not log_says(tmp_path / "feed.log", "interrupted")
     eventually(lambda: all(map(has_ended, pids_in(tmp_path / "reward.log"))))
-
-
-def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(tmp_path: Path, start: Start) -> None:
-    tells = (
-        "import signal, time; signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True)); "
-        "print('ready', flush=True); time.sleep(600)"
-    )
-    process = start({"trainer": tells})
-    eventually(lambda: log_says(tmp_path / "trainer.log", "ready"))
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    assert process.wait(timeout=10.0) == INTERRUPTED
-    assert not log_says(tmp_path / "trainer.log", "interrupted")
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -> None:

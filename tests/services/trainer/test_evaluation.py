@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import grpc
 import numpy as np
@@ -55,21 +56,16 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
 
 @contextmanager
 def serving(*samplers: Answers) -> Iterator[EvaluationEndpoints]:
-    threads: list[ServerThread] = []
+    with ExitStack() as stack:
 
-    def serve(add: object, servicer: object) -> str:
-        register = lambda server: add(servicer, server)  # type: ignore[operator]  # noqa: E731
-        threads.append(ServerThread("127.0.0.1", 0, info=common_pb2.InfoReply, register=register, service_names=[]))
-        return threads[-1].address
+        def serve(add: Callable[..., None], servicer: object) -> str:
+            server = ServerThread("127.0.0.1", 0, info=common_pb2.InfoReply, register=partial(add, servicer))
+            stack.callback(server.stop, grace_seconds=0.0)
+            return server.address
 
-    try:
         addresses = [serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, sampler) for sampler in samplers]
-        yield EvaluationEndpoints(
-            addresses, serve(reward_pb2_grpc.add_RewardServiceServicer_to_server, Judge()), max_tokens=8
-        )
-    finally:
-        for thread in threads:
-            thread.stop(grace_seconds=0.0)
+        judge = serve(reward_pb2_grpc.add_RewardServiceServicer_to_server, Judge())
+        yield EvaluationEndpoints(addresses, judge, max_tokens=8)
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -59,13 +60,8 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         self.hold.set()
         self._buffer = buffer
         self._receiver = receiver or StagedReceiver(CPU, 0, None, frozenset())
-        self._server = ServerThread(
-            "127.0.0.1",
-            0,
-            info=common_pb2.InfoReply,
-            register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, server),
-            service_names=["tandem.v1.RolloutService"],
-        )
+        register = partial(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self)
+        self._server = ServerThread("127.0.0.1", 0, info=common_pb2.InfoReply, register=register)
         self.start()
 
     def start(self) -> None:
@@ -151,20 +147,17 @@ class Ring:
 
 @pytest.fixture
 def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iterator[Ring]:
-    made = Ring(tmp_path, redis_url, getattr(request, "param", "gloo"))
+    made = Ring(tmp_path, redis_url, **getattr(request, "param", {}))
     yield made
     made.close()
 
 
-@pytest.fixture
-def patient_ring(tmp_path: Path, redis_url: str) -> Iterator[Ring]:
-    """Its deadline is longer than a test's time limit, so a publication that waits for it fails the test."""
-    made = Ring(tmp_path, redis_url, deadline_seconds=600.0)
-    yield made
-    made.close()
+every_backend = pytest.mark.parametrize("ring", [{"backend": "gloo"}, {"backend": "disk"}], indirect=True)
+patient = pytest.mark.parametrize("ring", [{"deadline_seconds": 600.0}], indirect=True)
+"""Its deadline is longer than a test's time limit, so a publication that waits for it fails the test."""
 
 
-@pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
+@every_backend
 def test_a_version_reaches_every_sampler(ring: Ring) -> None:
     one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     for version in range(4):
@@ -177,10 +170,11 @@ def test_a_version_reaches_every_sampler(ring: Ring) -> None:
     assert ring.buffer.published_version() == 3
 
 
-def test_without_samplers_a_version_is_published_at_once(patient_ring: Ring) -> None:
-    assert patient_ring.publish(0).samplers_acknowledged == 0
-    assert patient_ring.publish(1).weight_stall_seconds is None
-    assert patient_ring.buffer.published_version() == 1
+@patient
+def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
+    assert ring.publish(0).samplers_acknowledged == 0
+    assert ring.publish(1).weight_stall_seconds is None
+    assert ring.buffer.published_version() == 1
 
 
 def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(ring: Ring) -> None:
@@ -196,7 +190,7 @@ def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(rin
     assert sampler.value == late.value == 2.0
 
 
-@pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
+@every_backend
 def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Ring) -> None:
     first = ring.sampler("rollout-0")
     ring.publish(0)
@@ -251,14 +245,15 @@ def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> 
     assert ring.publish(1).samplers_acknowledged == 1
 
 
-def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(patient_ring: Ring) -> None:
-    patient_ring.publish(0)
-    late = patient_ring.sampler("rollout-0")
+@patient
+def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring) -> None:
+    ring.publish(0)
+    late = ring.sampler("rollout-0")
     late.hold.clear()
     eventually(lambda: late.joins == 1)
-    assert patient_ring.publish(1).samplers_acknowledged == 0
+    assert ring.publish(1).samplers_acknowledged == 0
     late.hold.set()
-    eventually(lambda: patient_ring.registered("rollout-0").state == "LIVE")
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
     assert (late.version, late.value) == (1, 1.0), "version 0 came too late to be admitted with"
 
 

@@ -1,4 +1,4 @@
-"""Live progress: figures from the last lines of metrics.jsonl, and their display on a terminal and in a log."""
+"""A run's figures: the lines of metrics.jsonl, the summary of them, and live progress on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -11,28 +11,47 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tandem.protos.codec import encode_group
 from tandem.protos.errors import UnavailableError
+from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.run import progress
+from tandem.services.run.metrics import (
+    MetricsLog,
+    PhaseClock,
+    SamplerTotals,
+    batch_figures,
+    payload_figures,
+    percentile_99,
+    summarise,
+)
 from tandem.services.run.progress import JsonTail, Progress, ProgressSnapshot, RunWatch, plain_line, snapshot_of, table
 from tests.support.run_inputs import recipe_of, small_values
+from tests.support.trainer_ring import make_recipe
+from tests.support.training_groups import make_batch, make_group
+from tests.support.waiting import eventually
 
 STATES = {"feed": ("running", 10, 0), "trainer": ("running", 11, 0)}
 
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
-    """One line of metrics.jsonl: two seconds per step, half of them waiting; samplers are never idle."""
+    """One line of metrics.jsonl: two seconds per step, half of them waiting; samplers are idle for a quarter."""
     return {
         "step": step,
+        "optimizer_step": 2 * step,
         "time": 1000.0 + 2 * step,
         "seconds_total": 2.0,
         "trainer_idle_seconds": 1.0,
         "reward_mean": 0.5,
+        "reward_min": -1.0,
+        "reward_max": 1.0,
         "staleness_mean": 1.5,
         "staleness_max": 3,
+        "staleness_counts": [1, 3] if step > 1 else [4],
         "num_tokens": 4000,
         "sampler_tokens": 6000.0 * step,
-        "sampler_busy_seconds": 2.0 * step,
-        "sampler_idle_seconds": 0.0,
+        "sampler_busy_seconds": 1.5 * step,
+        "sampler_idle_seconds": 0.5 * step,
+        "weight_stall_seconds": 0.01 * step,
         **changes,
     }
 
@@ -76,7 +95,7 @@ def test_rates_and_fractions_of_a_snapshot() -> None:
     assert snapshot.reward == 0.5 and snapshot.staleness_max == 3
     assert snapshot.sampler_tokens_per_second == pytest.approx(3000)
     assert snapshot.trainer_tokens_per_second == pytest.approx(2000)
-    assert snapshot.trainer_idle == pytest.approx(0.5) and snapshot.sampler_idle == pytest.approx(0.0)
+    assert (snapshot.trainer_idle, snapshot.sampler_idle) == (0.5, 0.25)
     assert snapshot.seconds_left == pytest.approx(60.0)
 
 
@@ -133,7 +152,7 @@ def test_a_watch_forgets_the_batches_that_a_resumed_run_trains_again(tmp_path: P
     append(file, metrics_line(4, reward_mean=0.0))
     assert watch.sample().step == 4
     assert watch.sample().reward == pytest.approx((0.5 * 3 + 0.0) / 4)
-    assert watch.last_version() == 5, "what grows never shrinks"
+    assert watch.last_version == 5, "what grows never shrinks"
 
 
 def test_a_watch_names_silent_services_and_survives_a_redis_outage(tmp_path: Path) -> None:
@@ -158,12 +177,9 @@ def test_progress_is_a_table_on_a_terminal_and_lines_elsewhere(tmp_path: Path, m
     watch.sample()
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-        shown = Progress(watch, lambda: STATES, console)
-        with shown:
+        with Progress(watch, lambda: STATES, console):
             if not terminal:
-                assert shown._printer is not None
-                while "step" not in console.file.getvalue():  # type: ignore[attr-defined]
-                    shown._printer.join(timeout=0.01)
+                eventually(lambda: "step" in console.file.getvalue())  # type: ignore[attr-defined]  # noqa: B023
         said = console.file.getvalue()  # type: ignore[attr-defined]
         assert "10/100" in said and "trainer waits for samplers" in said
         assert ("\x1b" in said) is terminal
@@ -176,7 +192,7 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path, monkeypatch: 
     append(file, metrics_line(1))  # from the run that is now resumed
     console = Console(file=io.StringIO(), width=100)
     with Progress(watch, lambda: STATES, console):
-        append(file, *(metrics_line(step, time=time.time() + step, reward_min=-1.0, reward_max=1) for step in (2, 3)))
+        append(file, *(metrics_line(step, time=time.time() + step) for step in (2, 3)))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition(" ")[2] for line in lines if "tokens in" in line] == [
         f"step {step}/100 · reward 0.500 · from -1 to 1 · staleness 1.50 · 4,000 tokens in 2.0 s" for step in (2, 3)
@@ -224,3 +240,134 @@ def test_a_table_has_a_row_for_every_figure() -> None:
     said = console.file.getvalue()  # type: ignore[attr-defined]
     names = ("step", "reward", "accuracy", "staleness", "sampler tokens/s", "trainer tokens/s", "waiting", "groups")
     assert all(name in said for name in (*names, "dropped", "time left"))
+
+
+# ---- metrics.jsonl and summary.json ----
+
+
+def test_figures_of_a_run(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 0, "accuracy": 0.5}]
+    lines = [
+        metrics_line(1),
+        metrics_line(2, skipped_steps=0.0),
+        metrics_line(3, weight_stall_seconds=None, skipped_steps=2.0),
+        metrics_line(4),
+    ]
+    summary = summarise(recipe, lines, evaluations, {"admitted": 9}, 12.5)
+    assert (summary["initial_accuracy"], summary["final_accuracy"]) == (0.5, 0.9)
+    assert (summary["train_steps"], summary["optimizer_steps"]) == (4, 8)
+    assert (summary["skipped_steps"], summary["critic_skipped_steps"]) == (2, None)
+    assert (summary["wall_seconds"], summary["train_seconds"]) == (12.5, 8.0)
+    assert (summary["sampler_tokens_per_second"], summary["trainer_tokens_per_second"]) == (3000, 2000)
+    assert summary["mean_staleness"] == pytest.approx(9 / 16)
+    assert (summary["p99_staleness"], summary["observed_max_staleness"]) == (1, 1)
+    assert (summary["sampler_idle_fraction"], summary["trainer_idle_fraction"]) == (0.25, 0.5)
+    assert summary["weight_updates"] == 3
+    assert summary["weight_stall_seconds_mean"] == pytest.approx(0.07 / 3)
+    assert summary["groups"] == {"admitted": 9}
+
+
+def test_unmeasured_figures_are_none_and_not_zero(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    summary = summarise(recipe, [], [], {}, 1.0)
+    for name in ("initial_accuracy", "final_accuracy", "mean_staleness", "sampler_tokens_per_second"):
+        assert summary[name] is None
+    assert summary["weight_stall_seconds_mean"] is None
+    evaluations = [{"version": 0, "accuracy": 0.5}, {"version": 1, "accuracy": 0.7}]
+    late = summarise(recipe, [metrics_line(1), metrics_line(2)], evaluations, {}, 1.0)
+    assert late["final_accuracy"] is None, "the last version was never evaluated"
+
+
+def test_figures_of_a_batch() -> None:
+    groups = [
+        make_group(0, versions=(1, 3), rewards=(0.0, 1.0, None, 1.0)),
+        make_group(1, versions=(3,), rewards=(1.0,) * 4),
+    ]
+    batch, _ = make_batch(groups, policy_version=5)
+    figures = batch_figures(batch)
+    assert figures["reward_mean"] == pytest.approx(6 / 7)
+    assert figures["staleness_counts"] == [0, 4, 0, 3], "version 4 began; the oldest token counts"
+    assert figures["staleness_mean"] == pytest.approx(13 / 7)
+    assert (figures["staleness_max"], figures["staleness_p99"]) == (3, 3)
+    assert figures["multi_version_fraction"] == pytest.approx(3 / 7)
+    assert figures["num_groups"] == 2
+
+
+def test_greedy_answers_have_their_own_figures() -> None:
+    def figures(*baselines: float) -> dict[str, object]:
+        rewards = (0.0, 1.0, 1.0, 1.0)
+        groups = [
+            make_group(index, versions=(3,), rewards=(*rewards, *greedy), baseline=bool(greedy), num_segments=2)
+            for index, greedy in enumerate([[one] for one in baselines] or [[], []])
+        ]
+        return batch_figures(make_batch(groups, policy_version=5)[0])
+
+    assert figures(1.0, 0.5) == {**figures(), "baseline_reward_mean": 0.75}
+
+
+def test_components_of_the_reward_are_figures() -> None:
+    """Only policy rows with a reward count; rows without a component are left out of its mean."""
+    given = [{"format": 1.0, "math": 0.0}, {"format": 0.0}, {"format": 9.0}, {"format": 0.5, "math": 1.0}]
+    group = make_group(0, versions=(3,), rewards=(1.0, 0.0, None, 1.0), num_segments=2)
+    greedy = make_group(1, versions=(3,), rewards=(1.0, 1.0), baseline=True, num_segments=2)
+    rows = [
+        ScoredTrajectory(row.trajectory, row.reward, parts, row.unscored_reason, row.unscored_detail)
+        for row, parts in zip(group.scored_rows, given, strict=True)
+    ]
+    others = [
+        ScoredTrajectory(row.trajectory, row.reward, {"format": 0.5} if row.trajectory.role == "policy" else {"x": 1.0})
+        for row in greedy.scored_rows
+    ]
+    payloads = [
+        encode_group(TrajectoryGroup(group.prompt, tuple(rows))),
+        encode_group(TrajectoryGroup(greedy.prompt, tuple(others))),
+    ]
+    lengths = [len(one.prompt.token_ids) for one in (group, greedy)]
+    assert payload_figures(payloads) == {
+        "prompt_length_mean": sum(lengths) / 2,
+        "prompt_length_max": max(lengths),
+        "reward/format": pytest.approx(0.5),
+        "reward/math": pytest.approx(0.5),
+    }
+
+
+def test_percentile_99_of_a_histogram() -> None:
+    assert [percentile_99(counts) for counts in ([1], [99, 1], [98, 2], [0, 0, 5])] == [0, 0, 1, 2]
+
+
+def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=True)
+    for step in range(1, 6):
+        log.add(metrics_line(step))
+        log.add_evaluation({"version": step, "accuracy": 0.1 * step})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "torn')
+    again = MetricsLog(tmp_path, tensorboard=True)
+    again.rewind(checkpoint_version=2, last_recorded=4)
+    assert [entry["step"] for entry in again.lines.read()] == [1, 2]
+    assert [entry["version"] for entry in again.evaluations.read()] == [1, 2, 3, 4]
+    assert again.last["step"] == 2
+    again.add(metrics_line(3))
+    again.close()
+    assert [entry["step"] for entry in again.lines.read()] == [1, 2, 3]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_sampler_sums_survive_restarts_and_start_at_the_first_observation() -> None:
+    totals = SamplerTotals({"a": {"sampled_tokens": 100.0}}, {"sampler_tokens": 7.0})
+    assert totals.update({"a": {"sampled_tokens": 130.0}})["sampler_tokens"] == 37.0
+    assert totals.update({"a": {"sampled_tokens": 10.0}})["sampler_tokens"] == 47.0, "a restarted sampler counts from 0"
+    assert totals.update({"a": {"sampled_tokens": 10.0}, "b": {"sampled_tokens": 5.0}})["sampler_tokens"] == 52.0
+
+
+def test_a_phase_clock_sums_each_phase_and_resets_at_a_lap() -> None:
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock.phase("read"):
+            pass
+    seconds = clock.lap()
+    assert set(seconds) == {"seconds_read", "seconds_total"}
+    assert 0 <= seconds["seconds_read"] <= seconds["seconds_total"]
+    assert set(clock.lap()) == {"seconds_total"}

@@ -1,0 +1,200 @@
+"""The trainer: its ranks, what it answers while it waits, batches without a finite gradient, and the watchdog."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import TrainingError
+from tandem.protos.types import TrajectoryGroup
+from tandem.services.buffer.buffer import Sampler
+from tandem.services.trainer.launch import run_local_ranks
+from tandem.services.trainer.watchdog import Watchdog, diagnose
+from tests.support.service_wire import ask_info, check_what_it_says
+from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
+from tests.support.training_groups import make_group
+from tests.support.waiting import eventually, looping
+
+
+def test_a_waiting_trainer_answers_info_and_stops(tmp_path: Path, redis_url: str) -> None:
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(2 * P + 1))
+    finished: list[bool] = []
+    before = time.time()
+    with looping(lambda stop: finished.append(train(recipe, redis_url, stop))):
+        eventually(lambda: "trainer" in buffer.services(), 60.0)
+        address = buffer.services()["trainer"]
+
+        def is_waiting() -> bool:
+            info = ask_info(address)
+            return info.policy_version == 2 and info.activity.startswith("waits for scored groups")
+
+        eventually(is_waiting)
+        said = {"name": "trainer", "service_names": (), "started_after": before, "policy_version": 2}
+        assert check_what_it_says(address, buffer, **said).figures["optimizer_step"] == 2
+        eventually(lambda: buffer.figures().get("trainer", {}).get("waiting_seconds", 0.0) > 0.5)
+    assert finished == [False], "stopped is not finished"
+    assert not (recipe.folder / "summary.json").exists()
+
+
+GOOD, BAD = (0.0, 1.0, 1.0, 0.0), (1e200, 0.0, 1.0, 0.0)  # beyond float32
+
+
+def groups(*bad: bool) -> list[TrajectoryGroup]:
+    """Groups of one batch per entry; in a bad batch the second group's reward makes its step's gradient overflow."""
+    rewards = [BAD if of_bad and place == P - 1 else GOOD for of_bad in bad for place in range(P)]
+    return [make_group(index, rewards=those) for index, those in enumerate(rewards)]
+
+
+def skipping_run(folder: Path, url: str, bad: tuple[bool, ...], **trainer: Any) -> list[dict[str, Any]]:
+    """Trains the batches, with two bad ones in a row as the limit; returns the metrics of those that did not end the
+    run.
+    """
+    recipe = make_recipe(
+        folder,
+        run={"total_batches": len(bad)},
+        trainer={"max_skipped_batches": 2, "optimizer_steps_per_batch": P, **trainer},
+    )
+    put_scored(make_run(url, recipe), groups(*bad))
+    try:
+        assert train(recipe, url)
+    finally:
+        lines = lines_of(recipe)
+    return lines
+
+
+def test_batches_that_lose_some_of_their_steps_end_the_run(tmp_path: Path, redis_url: str) -> None:
+    with pytest.raises(TrainingError, match=r"2 batches in a row .* the last for version 4"):
+        skipping_run(tmp_path, redis_url, (True, False, True, True, False), advantage="dr_grpo")
+
+
+def test_a_good_batch_resets_the_count(tmp_path: Path, redis_url: str) -> None:
+    lines = skipping_run(tmp_path, redis_url, (True, False, True), advantage="dr_grpo")
+    assert [(line["skipped_steps"], line["optimizer_step"]) for line in lines] == [(1, 1), (0, 3), (1, 4)]
+
+
+def test_a_critic_that_always_skips_ends_the_run_during_its_warm_up(tmp_path: Path, redis_url: str) -> None:
+    with pytest.raises(TrainingError, match=r"2 batches in a row .* the last for version 2"):
+        skipping_run(tmp_path, redis_url, (True, True, True), advantage="gae", critic={"warmup_batches": 3})
+
+
+COUNTS = dict.fromkeys(
+    [f"{stage}_{state}" for stage in ("prompts", "generated") for state in ("waiting", "leased")] + ["scored_claimed"],
+    0,
+)
+SERVICES = {"reward": "127.0.0.1:1", "feed": "127.0.0.1:2"}
+
+
+def sampler(state: Any = "LIVE", *, alive: bool = True, version: int = 7) -> Sampler:
+    return Sampler("rollout-0", "127.0.0.1:3", state, version, 1, 1, alive, 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "samplers", "services", "named"),
+    [
+        (
+            {"generated_waiting": 64},
+            [sampler()],
+            SERVICES,
+            "64 groups wait in generated; reward has claimed none for 31 s",
+        ),
+        ({"generated_waiting": 64}, [sampler()], {}, "no reward service has registered"),
+        ({"generated_leased": 3}, [sampler()], SERVICES, "reward has held 3 groups for 31 s without completing one"),
+        ({"prompts_waiting": 8}, [sampler(alive=False)], SERVICES, "no sampler is alive (1 were registered)"),
+        ({"prompts_waiting": 8}, [sampler("STALE", version=6)], SERVICES, "rollout-0 is STALE at version 6"),
+        ({"prompts_waiting": 8}, [sampler()], SERVICES, "the samplers have claimed none for 40 s"),
+        ({"prompts_leased": 8}, [sampler()], SERVICES, "samplers have held 8 groups for 40 s"),
+        ({}, [sampler()], SERVICES, "no prompt is admitted; see the feed's log"),
+        ({"scored_claimed": 5}, [sampler()], {}, "5 of 32 groups of the next batch are there; no prompt is admitted"),
+    ],
+)
+def test_the_watchdog_names_the_stage_that_starves_the_trainer(
+    counts: dict[str, int], samplers: list[Sampler], services: dict[str, str], named: str
+) -> None:
+    line = diagnose(
+        {**COUNTS, "published_version": 7, **counts}, samplers, services, {"generated": 31.0, "prompts": 40.0}, 45.0, 32
+    )
+    assert line.startswith("trainer starved for 45 s: ")
+    assert named in line
+
+
+def test_the_watchdog_runs_without_work_in_flight(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tandem.services.trainer.watchdog.STARVED_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.services.trainer.watchdog._POLL_SECONDS", 0.05)
+    buffer = make_run(redis_url, make_recipe(tmp_path))
+    since: float | None = None
+    with Watchdog(buffer, lambda: since, 32) as watchdog:
+        time.sleep(0.5)
+        assert watchdog.line == "", "a trainer at work starves of nothing"
+        since = time.monotonic()
+        eventually(lambda: "the feed has not registered" in watchdog.line)
+        time.sleep(0.5)
+    assert 1 <= caplog.text.count("trainer starved") <= 4, "said again only as the wait doubles"
+
+
+# ---- the ranks of one machine ----
+
+RANK = """
+import os, psutil, sys, torch
+from torch import distributed
+from tandem.trainer.backend.process_group import join_process_group
+
+join_process_group(60.0)
+rank = torch.tensor([float(os.environ["RANK"]) + 1])
+distributed.all_reduce(rank)
+listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(repr((rank.item(), listening)))
+distributed.destroy_process_group()
+"""
+
+
+def test_ranks_meet_without_a_port_that_another_host_could_reach(tmp_path: Path) -> None:
+    assert run_local_ranks([sys.executable, "-c", RANK, str(tmp_path)], 2, tmp_path) == 0
+    for rank in range(2):
+        total, listening = ast.literal_eval((tmp_path / str(rank)).read_text())
+        assert total == 3.0 and set(listening) <= {"127.0.0.1"}
+    assert not list(tmp_path.glob("*store*"))
+
+
+def test_the_exit_code_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
+    rank = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(2); time.sleep(100)"
+    assert run_local_ranks([sys.executable, "-c", rank], 3, tmp_path) == 2
+
+
+def test_a_killed_rank_fails_all(tmp_path: Path) -> None:
+    rank = (
+        "import os, signal, time; os.environ['RANK'] == '0' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(100)"
+    )
+    assert run_local_ranks([sys.executable, "-c", rank], 2, tmp_path) == 128 + signal.SIGKILL
+
+
+def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
+    rank = (
+        "import os, signal, sys, time, pathlib\n"
+        "def stopped(*_):\n"
+        "    pathlib.Path(sys.argv[1], 'stopped' + os.environ['RANK']).touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stopped)\n"
+        "pathlib.Path(sys.argv[1], 'ready' + os.environ['RANK']).touch()\n"
+        "time.sleep(100)\n"
+    )
+    stop = threading.Event()
+    codes: list[int] = []
+    command = [sys.executable, "-c", rank, str(tmp_path)]
+    ranks = threading.Thread(target=lambda: codes.append(run_local_ranks(command, 2, tmp_path, stop=stop)))
+    ranks.start()
+    eventually(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    stop.set()
+    ranks.join(60)
+    assert codes == [0]
+    assert len(list(tmp_path.glob("stopped*"))) == 2
