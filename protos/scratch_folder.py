@@ -19,15 +19,20 @@ _RANDOM_CHARACTERS = 8  # as many as `tempfile.mkdtemp` appends
 _TRIES = 10  # a concurrent sweep may remove a new folder before it is locked
 
 
+def remove(folder: Path) -> None:
+    """Removes a folder and its contents, as far as permissions allow."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class ScratchFolder:
     """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if that path is longer than `longest_path`
     bytes. `clear` removes a folder of this kind with the files elsewhere that are named after it. Raises
     EnvironmentLackError if no writable temporary folder has a short enough path.
     """
 
-    def __init__(self, kind: str, *, longest_path: int = 4096, clear: Callable[[Path], None] | None = None) -> None:
-        self._clear = clear or remove
-        sweep(kind, clear=self._clear)
+    def __init__(self, kind: str, *, longest_path: int = 4096, clear: Callable[[Path], None] = remove) -> None:
+        self._clear = clear
+        sweep(kind, clear=clear)
         self.path, self._lock = _make(f"tandem-{kind}-", longest_path)
 
     def close(self) -> None:
@@ -44,21 +49,16 @@ class ScratchFolder:
         self.close()
 
 
-def sweep(kind: str, *, clear: Callable[[Path], None] | None = None) -> None:
+def sweep(kind: str, *, clear: Callable[[Path], None] = remove) -> None:
     """Removes this user's folders of that kind whose owners have ended. Folders of live processes stay, in any run."""
     for place in _places():
         for folder in sorted(place.glob(f"tandem-{kind}-*")):
             lock = _locked(folder)
             if lock is not None:
                 try:
-                    (clear or remove)(folder)
+                    clear(folder)
                 finally:
                     os.close(lock)
-
-
-def remove(folder: Path) -> None:
-    """Removes a folder and its contents, as far as permissions allow."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _places() -> Iterator[Path]:

@@ -127,11 +127,6 @@ class ScoredTrajectory:
     def __post_init__(self) -> None:
         assert (self.reward is None) == (self.unscored_reason is not None), "a row has a reward or a reason"
 
-    @property
-    def token_rewards(self) -> tuple[NDArray[np.float32], ...] | None:
-        """One float32 array (T,) per segment; None without token rewards."""
-        return self.trajectory.token_rewards
-
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:

@@ -14,7 +14,7 @@ import inspect
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
-from tandem.protos.types import BucketSpec, WeightGroupAddress
+from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress
 
 DIGEST_BYTES = 32
 _COLUMNS = 4096
@@ -73,7 +73,7 @@ def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: t
                 f"parameter {tensor.name} is {value.dtype} {tuple(value.shape)}, the "
                 f"manifest says {tensor.dtype} {tensor.shape}"
             )
-        view_as(data, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape).copy_(value)
+        _view(tensor, data).copy_(value)
     data[end:] = 0
     digest = bucket_digest(data)
     buffer[spec.num_bytes :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(buffer.device)
@@ -94,9 +94,9 @@ def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
     return found.hex()
 
 
-def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """A part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
-    return data[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
+def _view(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor:
+    """A tensor inside a bucket's flat uint8 data, without a copy."""
+    return data[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -111,7 +111,7 @@ def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
 def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The names and views of the tensors in a bucket."""
     for tensor in spec.tensors:
-        yield tensor.name, view_as(buffer, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape)
+        yield tensor.name, _view(tensor, buffer)
 
 
 def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,8 +16,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 def _known_backend(name: str) -> str:
     """Refuses a name that is no folder in trainer/backend."""
-    folder = Path(__file__).parent / "backend"
-    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if module.ispkg)
+    names = sorted(file.parent.name for file in Path(__file__).parent.glob("backend/*/engine.py"))
     if name not in names:
         raise ValueError(f"there is no training backend {name!r}{did_you_mean(name, names)}")
     return name

@@ -88,10 +88,7 @@ def kl_in_reward(
     """(r − β·k of every token, mean over trajectories of their mean k). No gradient.
 
     `logprobs_N` are the proximal ones. A trajectory without a loss token counts with mean 0; without trajectories the
-    mean is 0.
-
-    Raises:
-        DataError: a log-prob is NaN or infinite.
+    mean is 0. Raises DataError if a log-prob is NaN or infinite.
     """
     assert rewards_N.shape == logprobs_N.shape, (rewards_N.shape, logprobs_N.shape)
     for name, values_N in (("the policy's", logprobs_N), ("the reference policy's", reference_logprobs_N)):

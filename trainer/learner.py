@@ -22,7 +22,7 @@ from tandem.protos.manifest import ParameterSpec
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.batch.columns import BatchColumns, RequiredColumns, compute_columns, gather_column
+from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.metrics import finite
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
@@ -59,11 +59,8 @@ class Learner(Rank):
         self, config: TrainerConfig, *, model_path: str, total_batches: int, seed: int, max_response_tokens: int
     ) -> None:
         """Joins the process group and loads the policy, and the critic and reference policy if the algorithm needs
-        them.
-
-        Raises:
-            ModelError: a model does not exist or cannot be loaded, or mixes concatenated rows.
-            ConfigError: the backend's package is missing, or settings do not fit the backend.
+        them. Raises ModelError if a model does not exist or cannot be loaded, or mixes concatenated rows, and
+        ConfigError if the backend's package is missing, or settings do not fit the backend.
         """
         self._config = config
         self._total_batches = total_batches
@@ -111,10 +108,7 @@ class Learner(Rank):
         return ReferencePolicy.frozen_copy(self._backend, self._config, self._source)
 
     def train(
-        self,
-        batch: TrainBatch,
-        groups: Mapping[str, TrajectoryGroup],
-        before_step: Callable[[], None] = lambda: None,
+        self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], before_step: Callable[[], None] = lambda: None
     ) -> StepResult:
         """Takes the batch's optimizer steps.
 
@@ -133,7 +127,7 @@ class Learner(Rank):
         start = compute_columns(
             layout,
             steps,
-            RequiredColumns.of(self._config, len(steps)),
+            self._config,
             policy=self._engine,
             reference=self._reference,
             critic=self._critic,
@@ -220,22 +214,22 @@ class Learner(Rank):
         """
         norms: list[float | None] = []
         critic_norms: list[float | None] = []
-        every_step = RequiredColumns.of(self._config, len(steps)).every_step
+        every_step = needs_every_step(self._config)
         entropy = self._config.entropy_coefficient > 0
         for step, micro_batches in enumerate(steps):
             current_N = None
             if every_step:
-                cells = {(step, number): micro_batch for number, micro_batch in enumerate(micro_batches)}
                 with torch.no_grad():
-                    current_N = gather_column(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
+                    logprobs = [token_logprobs(self._engine, one) for one in micro_batches]
+                current_N = layout.gather({(step, n): one for n, one in enumerate(logprobs)}, device=self.device)
             plan = objective.begin_step(step, current_N)
             for number, micro_batch in enumerate(micro_batches):
                 if rate is not None:
                     outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)
-                    self._engine.backward(objective.policy_loss(plan, step, number, micro_batch, outputs))
+                    self._engine.backward(objective.policy_loss(plan, number, micro_batch, outputs))
                 if self._critic is not None:
-                    values_N = self._critic.values(micro_batch)
-                    self._critic.engine.backward(objective.value_loss(plan, step, number, values_N))
+                    loss = objective.value_loss(plan, number, self._critic.values(micro_batch))
+                    self._critic.engine.backward(loss)
             before_step()
             if self._critic is not None:
                 critic_norms.append(self._critic.engine.step(self._config.critic.learning_rate))

@@ -8,19 +8,16 @@ from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from tandem.protos.bare_name import BareName
 from tandem.protos.errors import PluginError
+from tandem.protos.options import BareName
 from tandem.protos.plugins import find_plugins
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def named(default: str, *, key: str = "name", elsewhere: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
-    """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without a name gets `default`.
-
-    `elsewhere`: names in other trainers → ours, which an error suggests.
-    """
-    return BeforeValidator(BareName(key, default, lambda name: elsewhere.get(name.lower())))
+    """For `Annotated[OneOfSeveral, named("rloo")]`; see `BareName`."""
+    return BeforeValidator(BareName(key, default, elsewhere))
 
 
 def one_of(models: Mapping[str, type[BaseModel]]) -> Any:

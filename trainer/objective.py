@@ -11,6 +11,7 @@ micro-batch that are kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -25,19 +26,23 @@ from tandem.trainer.batch.micro_batch import MicroBatch
 from tandem.trainer.batch.ragged import keep_tokens
 from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.kl import KlCoefficients, kl_loss
+from tandem.trainer.models.critic import clipped_value_loss
 from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.proximal import proximal_logprobs
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.registry import find_loss, policy_loss
-from tandem.trainer.value_loss import clipped_value_loss
+
+_Part = Callable[[Tensor], Tensor]
+"""Takes some tokens' values out of a column of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Columns of one optimizer step, (N,) on the CPU; only the values at the step's own tokens are defined."""
 
+    number: int
     shares_N: Tensor
     keep_N: Tensor
     """bool: whether the token is trained, as far as this is decided on the whole batch."""
@@ -69,7 +74,7 @@ class BatchObjective:
         self.sums = BatchSums(self.config.correction, self.device)
 
     def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
-        """The columns shared by the step's micro-batches; `current_N` if `RequiredColumns.every_step`."""
+        """The columns shared by the step's micro-batches; `current_N` if `needs_every_step`."""
         layout, correction = self.layout, self.config.correction
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
@@ -83,11 +88,12 @@ class BatchObjective:
         if self.start.finite_N is not None:
             keep_N &= self.start.finite_N
         chosen_N = self._choose(step, keep_N, weights_N, current_N)
-        return _Step(self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
+        return _Step(step, self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
-    def policy_loss(self, plan: _Step, step: int, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
-        """The micro-batch's part of the step's loss; gradient flows through `outputs`."""
-        tokens, keep_M = self._loss_tokens(plan, step, number, batch, outputs.logprobs_N)
+    def policy_loss(self, plan: _Step, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
+        """The part of micro-batch `number` in the step's loss; gradient flows through `outputs`."""
+        part = self._part_of(plan, number)
+        tokens, keep_M = self._loss_tokens(plan, part, batch, outputs.logprobs_N)
         everything = bool(keep_M.all())  # usually true; then nothing is copied
 
         def kept(values_M: Tensor) -> Tensor:
@@ -98,7 +104,7 @@ class BatchObjective:
         losses_K, marks = terms.losses_N, dict(terms.marks)
         if self.config.kl.loss is not None:
             assert self.start.reference_N is not None, "KL needs the reference policy"
-            reference_K = kept(self._part(self.start.reference_N, step, number, batch))
+            reference_K = kept(part(self.start.reference_N))
             ratio_K = tokens.importance_ratio_N
             if self.config.correction.proximal != "bypassed":  # otherwise it already is π_current/π_behavior
                 ratio_K = ratio_K * tokens.behavior_weights_N
@@ -111,59 +117,58 @@ class BatchObjective:
             marks["entropy"] = entropy_K.detach()
         else:  # a free estimate: the tokens were sampled from (nearly) this policy
             marks["entropy"] = -tokens.current_logprobs_N.detach()
-        shares_K = kept(self._part(plan.shares_N, step, number, batch).float())
+        shares_K = kept(part(plan.shares_N).float())
         loss = policy_loss_sum(replace(terms, losses_N=losses_K), shares_K)
         _break_gradient(loss, outputs.logprobs_N)
         self.sums.add_marks(loss, marks, losses_K.numel())
         return loss
 
-    def _part(self, column_N: Tensor, step: int, number: int, batch: MicroBatch) -> Tensor:
-        """The micro-batch's part of a column, on its device."""
-        return column_N[self.layout.place_of(step, number)].to(batch.ids_BT.device)
+    def _part_of(self, plan: _Step, number: int) -> _Part:
+        """Takes a micro-batch's part of a column, on the device."""
+        place = self.layout.place_of(plan.number, number)
+        return lambda column_N: column_N[place].to(self.device)
 
-    def _loss_tokens(
-        self, plan: _Step, step: int, number: int, batch: MicroBatch, current_M: Tensor
-    ) -> tuple[LossTokens, Tensor]:
+    def _loss_tokens(self, plan: _Step, part: _Part, batch: MicroBatch, current_M: Tensor) -> tuple[LossTokens, Tensor]:
         """(the micro-batch's tokens, mask of the kept ones). Corrects them unless the whole batch was corrected."""
         correction, behavior_M = self.config.correction, batch.behavior_logprobs_N
-
-        def part(column_N: Tensor) -> Tensor:
-            return self._part(column_N, step, number, batch)
-
-        recomputed_M = None if self.start.proximal_N is None else part(self.start.proximal_N)
-        proximal_M, numerator_M = self._proximal(step, current_M, behavior_M, batch.versions_N, recomputed_M)
-        advantages_M, keep_M = part(self.targets.advantages_N), part(plan.keep_N)
+        tokens, numerator_M = self._unweighted(
+            plan.number, part, current_M, behavior_M, batch.versions_N, batch.lengths_B
+        )
+        keep_M = part(plan.keep_N)
         if plan.weights_N is None:
             arguments = numerator_M, behavior_M, batch.lengths_B
-            corrected = correct(*arguments, correction, advantages_N=advantages_M)
+            corrected = correct(*arguments, correction, advantages_N=tokens.advantages_N)
             staleness_M = self.policy_version - 1 - batch.versions_N
             self.sums.add_correction(correction_sums(corrected, *arguments, staleness_M, correction))
             weights_M, keep_M = corrected.weights_N, keep_M & corrected.keep_N
         else:
             weights_M = part(plan.weights_N)
-        tokens = LossTokens(
-            current_logprobs_N=current_M,
-            proximal_logprobs_N=proximal_M,
-            behavior_logprobs_N=behavior_M,
-            advantages_N=advantages_M,
-            behavior_weights_N=weights_M,
-            lengths_B=batch.lengths_B,
-            chosen_N=None if plan.chosen_N is None else part(plan.chosen_N),
-        )
-        return tokens, keep_M
+        chosen_M = None if plan.chosen_N is None else part(plan.chosen_N)
+        return replace(tokens, behavior_weights_N=weights_M, chosen_N=chosen_M), keep_M
 
-    def value_loss(self, plan: _Step, step: int, number: int, values_M: Tensor) -> Tensor:
-        """The micro-batch's part of the critic's loss; gradient flows through `values_M`."""
-        assert self.targets.returns_N is not None and self.start.values_N is not None, "a critic comes with returns"
-        places = self.layout.place_of(step, number)
-        device = values_M.device
-        terms = clipped_value_loss(
-            values_M,
-            self.targets.returns_N[places].to(device, torch.float32),
-            self.start.values_N[places].to(device),
-            clip=self.config.critic.value_clip or math.inf,
+    def _unweighted(
+        self, step: int, part: _Part, current_N: Tensor, behavior_N: Tensor, versions_N: Tensor, lengths_B: Tensor
+    ) -> tuple[LossTokens, Tensor]:
+        """(some tokens of the batch with behavior weights of 1, their proximal log-probs for `correct`)."""
+        proximal_N, numerator_N = proximal_logprobs(
+            self.config.correction.proximal,
+            current_logprobs_N=current_N,
+            behavior_logprobs_N=behavior_N,
+            recomputed_N=None if self.start.proximal_N is None else part(self.start.proximal_N),
+            versions_N=versions_N,
+            batch_version=self.policy_version,
+            progress=step / self.num_steps,
         )
-        loss = policy_loss_sum(terms, plan.shares_N[places].to(device, torch.float32))
+        columns = current_N, proximal_N, behavior_N, part(self.targets.advantages_N)
+        return LossTokens(*columns, torch.ones_like(behavior_N), lengths_B), numerator_N
+
+    def value_loss(self, plan: _Step, number: int, values_M: Tensor) -> Tensor:
+        """The part of micro-batch `number` in the critic's loss; gradient flows through `values_M`."""
+        assert self.targets.returns_N is not None and self.start.values_N is not None, "a critic comes with returns"
+        part = self._part_of(plan, number)
+        returns_M, before_M = part(self.targets.returns_N).float(), part(self.start.values_N)
+        terms = clipped_value_loss(values_M, returns_M, before_M, clip=self.config.critic.value_clip or math.inf)
+        loss = policy_loss_sum(terms, part(plan.shares_N).float())
         _break_gradient(loss, values_M)
         self.sums.add_value(loss, terms.marks["clipped"])
         return loss
@@ -193,33 +198,17 @@ class BatchObjective:
         places, lengths_S = self.layout.tokens_of(step)
         kept_S = keep_tokens(lengths_S, keep_N[places])
         places = places[keep_N[places]]
-        current_K, behavior_K = current_N[places], start.behavior_N[places]
-        recomputed_K = None if start.proximal_N is None else start.proximal_N[places]
-        proximal_K, _ = self._proximal(step, current_K, behavior_K, start.versions_N[places], recomputed_K)
-        tokens = LossTokens(
-            current_logprobs_N=current_K,
-            proximal_logprobs_N=proximal_K,
-            behavior_logprobs_N=behavior_K,
-            advantages_N=self.targets.advantages_N[places],
-            behavior_weights_N=torch.ones(len(places)) if weights_N is None else weights_N[places],
-            lengths_B=kept_S,
-        )
+
+        def part(column_N: Tensor) -> Tensor:
+            return column_N[places]
+
+        columns = part(current_N), part(start.behavior_N), part(start.versions_N)
+        tokens, _ = self._unweighted(step, part, *columns, kept_S)
+        if weights_N is not None:
+            tokens = replace(tokens, behavior_weights_N=part(weights_N))
         chosen_N = torch.zeros(self.layout.num_tokens, dtype=torch.bool)
         chosen_N[places] = select(tokens, self.config.loss, seed=self.seed + step)
         return chosen_N
-
-    def _proximal(
-        self, step: int, current_N: Tensor, behavior_N: Tensor, versions_N: Tensor, recomputed_N: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return proximal_logprobs(
-            self.config.correction.proximal,
-            current_logprobs_N=current_N,
-            behavior_logprobs_N=behavior_N,
-            recomputed_N=recomputed_N,
-            versions_N=versions_N,
-            batch_version=self.policy_version,
-            progress=step / self.num_steps,
-        )
 
     def _shares(self, step: int, keep_N: Tensor) -> Tensor:
         """Each token's share of the step's loss. Denominators cover all kept tokens and trajectories of the step."""

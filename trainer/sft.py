@@ -52,12 +52,8 @@ def train_sft(
     """Trains the model of `model_path` on the answers of `rows`, in float32, and writes it to `config.output`.
 
     Calls `on_validate` every `validate_every` steps and after the last. Uses the GPU if there is one, and torch's
-    current number of threads.
-
-    Raises:
-        DataError: there are no rows, or a row has an empty prompt or answer.
-        ModelError: the model cannot be loaded.
-        EnvironmentLackError: the disk is full.
+    current number of threads. Raises DataError if there are no rows, or a row has an empty prompt or answer; ModelError
+    if the model cannot be loaded; EnvironmentLackError if the disk is full.
     """
     source = model_folder(model_path)
     segments = [_segment(row, number) for number, row in enumerate(rows)]

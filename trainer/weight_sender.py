@@ -140,11 +140,9 @@ class WeightSender:
     def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
         """All ranks: gathers every bucket. Rank 0 sends it over the open group, if there is one, and keeps it.
 
-        Returns the manifest with digests (and location) on rank 0, and the unchanged manifest on other ranks.
-
-        Raises:
-            WeightTransferError: on rank 0, after every bucket was gathered, so that ranks stay in step and the copy is
-                complete. The group is closed; samplers in it may have failed and can be updated from the copy.
+        Returns the manifest with digests (and location) on rank 0, and the unchanged manifest on other ranks. If
+        the group breaks, rank 0 raises WeightTransferError after every bucket was gathered, so that ranks stay in step
+        and the copy is complete. The group is closed; samplers that failed can be updated from the copy.
         """
         fault: WeightTransferError | None = None
         deadline = time.monotonic() + timeout_seconds
@@ -221,9 +219,7 @@ class WeightSender:
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy atomically as safetensors, one file per bucket, and returns its `disk` manifest.
-
-        Raises:
-            EnvironmentLackError: the disk is full or the folder cannot be written.
+        Raises EnvironmentLackError if the disk is full or the folder cannot be written.
         """
         copy = self._copy_to_send(brings_base)
         folder = folder.absolute()

@@ -67,7 +67,7 @@ def _unknown_key(root: type[BaseModel], location: Location, word: str, place: st
 
 
 def _unknown_name(place: str, shape: Shape, name: str) -> str:
-    guessed = shape.bare.guess(name) if shape.bare is not None and shape.bare.guess is not None else None
+    guessed = shape.bare.elsewhere.get(name.lower()) if shape.bare is not None else None
     meant = f"; did you mean {guessed}?" if guessed else did_you_mean(name, shape.models)
     return f"{place}: there is no {name!r}{meant}"
 

@@ -16,7 +16,7 @@ from typing import Literal
 from tandem.protos.errors import EnvironmentLackError, UnavailableError
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.run.folder import cannot_write, disk_full
-from tandem.trainer.backend.rank_variables import RANK_VARIABLES
+from tandem.trainer.backend.registry import RANK_VARIABLES
 
 State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
 

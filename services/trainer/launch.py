@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tandem.services.config import Recipe
 from tandem.services.process import stop_event
-from tandem.trainer.backend.rank_variables import STORE_FILE
+from tandem.trainer.backend.registry import STORE_FILE
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from tandem.trainer.backend.rank_variables import STORE_FILE
+from tandem.trainer.backend.registry import STORE_FILE
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:
-    """Joins the other ranks that the environment names (`rank_variables`; a group of one without them) and returns
+    """Joins the other ranks that the environment names (`RANK_VARIABLES`; a group of one without them) and returns
     this rank's device.
 
     NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them). The ranks of one

@@ -12,6 +12,11 @@ from tandem.trainer.config import TrainerConfig
 if TYPE_CHECKING:
     from tandem.trainer.backend.base import Backend
 
+STORE_FILE = "TANDEM_RANK_STORE"
+"""File in which the ranks of one machine meet. Without it they meet at torchrun's MASTER_ADDR and MASTER_PORT."""
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE}
+"""The environment variables that make a process a rank."""
+
 
 def check_backend(config: TrainerConfig) -> None:
     """Raises ConfigError if the backend's package is missing, or settings do not fit the backend."""

@@ -5,7 +5,7 @@ N loss tokens of the batch, in the order of trainer/batch/layout.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,9 +22,6 @@ from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics
 from tandem.trainer.off_policy.correct import finite_rows
 from tandem.trainer.policy_losses.registry import find_loss
-
-Cell = tuple[int, int]
-"""(optimizer step, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,106 +40,66 @@ class BatchColumns:
     values_N: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequiredColumns:
-    """Which columns of the whole batch an algorithm reads, and hence which forward passes without gradient it needs."""
-
-    proximal: bool
-    squared_probs: bool
-    reference: bool
-    values: bool
-    columns: bool
-    """Each token's position in its response."""
-    token_rewards: bool
-    """Rewards of single tokens; not needed by an estimator that only reads a row's sum."""
-    every_step: bool
-    """The current policy's log-probs of all tokens of an optimizer step, before that step."""
-    behavior: bool
-    """The sampler's log-probs and versions, for computations over more than one micro-batch."""
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig, num_steps: int) -> RequiredColumns:
-        """The columns for a batch of `num_steps` optimizer steps. With one step the proximal log-probs are the current
-        ones and cost nothing.
-        """
-        correction, needs = config.correction, config.advantage.needs
-        selects = find_loss(config.loss.name).select is not None
-        bypassed = correction.proximal == "bypassed"
-        every_step = selects or (bypassed and correction.needs_whole_batch)
-        return cls(
-            proximal=(num_steps > 1 and correction.proximal == "recomputed")
-            or (correction.needs_whole_batch and not bypassed)
-            or bool({"logprobs", "squared_probs"} & needs)
-            or config.kl.reward is not None,
-            squared_probs="squared_probs" in needs,
-            reference=config.needs_reference,
-            values="values" in needs,
-            columns="columns" in needs,
-            token_rewards=config.advantage.reads_places,
-            every_step=every_step,
-            behavior=every_step or correction.needs_whole_batch or config.advantage.weighs_tokens,
-        )
+def needs_every_step(config: AlgorithmConfig) -> bool:
+    """Whether the current policy's log-probs of all tokens of an optimizer step are required before that step."""
+    correction = config.correction
+    return find_loss(config.loss.name).select is not None or (
+        correction.proximal == "bypassed" and correction.needs_whole_batch
+    )
 
 
 @torch.no_grad()
 def compute_columns(
     layout: BatchLayout,
     steps: Sequence[Sequence[MicroBatch]],
-    required: RequiredColumns,
+    config: AlgorithmConfig,
     *,
     policy: TrainingEngine,
     reference: ReferencePolicy | None,
     critic: Critic | None,
     device: torch.device,
 ) -> BatchColumns:
-    """Runs the forward passes that `required` names, the policy's first, and gathers the columns. Every rank must call
-    it. `finite_N` is always computed, because denominators depend on it.
+    """Runs the forward passes that the algorithm needs, the policy's first, and gathers the columns. Every rank must
+    call it. `finite_N` is always computed, because denominators depend on it.
     """
+    correction, needs = config.correction, config.advantage.needs
+    # With one optimizer step, the proximal log-probs are the current ones and cost nothing.
+    needs_proximal = (
+        (len(steps) > 1 and correction.proximal == "recomputed")
+        or (correction.needs_whole_batch and correction.proximal != "bypassed")
+        or bool({"logprobs", "squared_probs"} & needs)
+        or config.kl.reward is not None
+    )
+    # For computations over more than one micro-batch.
+    needs_behavior = needs_every_step(config) or correction.needs_whole_batch or config.advantage.weighs_tokens
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
     def column(of: Callable[[MicroBatch], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        return gather_column(layout, cells, of, device, dtype)
+        return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
 
-    proximal_N = squared_probs_N = reference_N = values_N = None
-    if required.proximal or required.squared_probs:
-        outputs = {
-            cell: loss_token_statistics(policy, one, squared_probs=required.squared_probs)
-            for cell, one in cells.items()
-        }
+    proximal_N = squared_probs_N = reference_N = None
+    if needs_proximal:
+        asked = "squared_probs" in needs
+        outputs = {cell: loss_token_statistics(policy, one, squared_probs=asked) for cell, one in cells.items()}
         proximal_N = layout.gather({cell: one.logprobs_N for cell, one in outputs.items()}, device=device)
-        if required.squared_probs:
+        if asked:
             found = {cell: one.squared_probs_N for cell, one in outputs.items() if one.squared_probs_N is not None}
             squared_probs_N = layout.gather(found, device=device)
-    if required.reference:
-        assert reference is not None, "the algorithm has a reference policy"
+    if reference is not None:
         logprobs = dict(zip(cells, reference.logprobs(list(cells.values())), strict=True))
         reference_N = layout.gather(logprobs, device=device)
-    if required.values:
-        assert critic is not None, "the algorithm has a critic"
-        values_N = column(critic.values)
-    positions_N = column(lambda one: one.response_column_N, torch.int64) if required.columns else None
+    positions_N = column(lambda one: one.response_column_N, torch.int64) if "columns" in needs else None
     return BatchColumns(
         finite_N=column(finite_tokens, torch.uint8).bool(),
-        behavior_N=column(lambda one: one.behavior_logprobs_N) if required.behavior else None,
-        versions_N=column(lambda one: one.versions_N, torch.int64) if required.behavior else None,
+        behavior_N=column(lambda one: one.behavior_logprobs_N) if needs_behavior else None,
+        versions_N=column(lambda one: one.versions_N, torch.int64) if needs_behavior else None,
         columns_N=None if positions_N is None else _whole_rows(layout, positions_N),
-        token_rewards_N=column(lambda one: one.token_rewards_N) if required.token_rewards else None,
+        token_rewards_N=column(lambda one: one.token_rewards_N) if config.advantage.reads_places else None,
         proximal_N=proximal_N,
         squared_probs_N=squared_probs_N,
         reference_N=reference_N,
-        values_N=values_N,
+        values_N=None if critic is None else column(critic.values),
     )
-
-
-def gather_column(
-    layout: BatchLayout,
-    cells: Mapping[Cell, MicroBatch],
-    of: Callable[[MicroBatch], Tensor],
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The column (N,) of `of(micro_batch)` over the micro-batches of all ranks. Every rank must call it."""
-    return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
 
 
 def finite_tokens(batch: MicroBatch) -> Tensor:

@@ -100,10 +100,7 @@ def rank_micro_batches(
     batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], *, rank: int, device: torch.device
 ) -> list[list[MicroBatch]]:
     """One list of micro-batches per optimizer step, of the same length on every rank. A rank without rows gets an empty
-    micro-batch.
-
-    Raises:
-        DataError: a planned row is not in `groups`, differs from its header, or cannot be trained.
+    micro-batch. Raises DataError if a planned row is not in `groups`, differs from its header, or cannot be trained.
     """
     headers = {(h.group_id, h.trajectory_id, h.segment): h for h in batch.headers}
     cells: dict[tuple[int, int], list[TrainingRow]] = {}
@@ -117,7 +114,8 @@ def rank_micro_batches(
             raise DataError(
                 f"group {planned.group_id}, trajectory {planned.trajectory_id}: payload and header differ in length"
             )
-        token_rewards = None if row.token_rewards is None else row.token_rewards[planned.segment]
+        of_segments = row.trajectory.token_rewards
+        token_rewards = None if of_segments is None else of_segments[planned.segment]
         cells.setdefault((planned.optimizer_step, planned.micro_batch), []).append(
             TrainingRow(segment, row.trajectory.sampling.temperature, token_rewards)
         )

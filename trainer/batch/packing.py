@@ -28,10 +28,8 @@ def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> 
     """Bins of row indices; a bin of B rows, the longest T tokens long, takes B·T ≤ `token_budget` tokens.
 
     Rows are sorted by length to reduce padding. The number of bins is the smallest that the budget and `MAX_PADDING`
-    allow, rounded up to `multiple_of` (ranks) if there are enough rows. Deterministic.
-
-    Raises:
-        DataError: a single row exceeds the budget.
+    allow, rounded up to `multiple_of` (ranks) if there are enough rows. Deterministic. Raises DataError if a single row
+    exceeds the budget.
     """
     if not lengths:
         return []
@@ -52,10 +50,7 @@ def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1
 
     The number of bins is the smallest for which the largest differencing method finds parts of similar work
     (`tandem.trainer.batch.balance.workload`) within the budget, rounded up to `multiple_of` if there are enough rows.
-    Deterministic.
-
-    Raises:
-        DataError: a single row exceeds the budget.
+    Deterministic. Raises DataError if a single row exceeds the budget.
     """
     if not lengths:
         return []

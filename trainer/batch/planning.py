@@ -31,10 +31,7 @@ def plan_batch(
 
     It is a pure function: the same headers give the same plan. Every rank gets the same number of micro-batches per
     step; a rank with fewer rows gets empty ones. The plan lists a micro-batch's rows in the order in which they are
-    stacked.
-
-    Raises:
-        DataError: a row exceeds `tokens_per_micro_batch`.
+    stacked. Raises DataError if a row exceeds `tokens_per_micro_batch`.
     """
     assert group_ids, "a batch has at least one group"
     num_steps = min(optimizer_steps, len(group_ids))

@@ -47,12 +47,8 @@ def record_folder(run_folder: Path, version: int) -> Path:
 
 
 def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-    """Writes the record atomically and returns once it is on disk.
-
-    Raises:
-        LedgerError: this version is already recorded.
-        DataError: a payload is missing or cannot be read.
-        EnvironmentLackError: the disk is full.
+    """Writes the record atomically and returns once it is on disk. Raises LedgerError if this version is already
+    recorded; DataError if a payload is missing or cannot be read; EnvironmentLackError if the disk is full.
     """
     folder = record_folder(run_folder, batch.policy_version)
     if folder.exists():
@@ -70,10 +66,8 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
 
 
 def read_record(run_folder: Path, version: int) -> tuple[TrainBatch, dict[str, bytes]]:
-    """The batch and its payloads as they were written: `decode_group` restores every array bit for bit.
-
-    Raises:
-        DataError: there is no such record, or it cannot be read.
+    """The batch and its payloads as they were written: `decode_group` restores every array bit for bit. Raises
+    DataError if there is no such record, or it cannot be read.
     """
     batch = read_plan(run_folder, version)
     path = record_folder(run_folder, version) / GROUPS_FILE
@@ -127,7 +121,7 @@ def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
         headers=decode_headers(json.dumps(values["headers"])),
         plan=tuple(PlannedRow(**dict(zip(values["plan_columns"], row, strict=True))) for row in values["plan"]),
         num_micro_batches=tuple(values["num_micro_batches"]),
-        packing=values.get("packing", "padded"),  # older records have no packing
+        packing=values["packing"],
     )
 
 

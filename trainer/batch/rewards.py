@@ -49,10 +49,8 @@ def learning_targets(
     max_response_tokens: int,
     seed: int,
 ) -> Targets:
-    """Advantages float32 (N,), and returns if the estimator has them.
-
-    Raises:
-        DataError: a reward or another estimator input is missing or not finite; or a group is too small.
+    """Advantages float32 (N,), and returns if the estimator has them. Raises DataError if a reward or another estimator
+    input is missing or not finite, or if a group is too small.
     """
     selection = config.selection
     scores_R = np.array([header.reward for header in layout.headers], np.float64)

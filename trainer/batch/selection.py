@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.protos.errors import ConfigError, DataError
+from tandem.protos.errors import DataError
 from tandem.trainer.algorithm import OverlongPenalty, PolicyFiltration
 
 Floats = NDArray[np.float64]
@@ -33,15 +33,8 @@ def zero_variance(rewards_G: Sequence[float] | Floats) -> bool:
 def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
     """The penalties added to the rewards of answers of these lengths (sampled tokens): 0 up to max_tokens − buffer,
     from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
-
-    Raises:
-        ConfigError: the buffer is longer than the longest answer, `max_tokens`.
     """
-    if options.buffer_tokens > max_tokens:
-        raise ConfigError(
-            f"overlong_penalty.buffer_tokens = {options.buffer_tokens} exceeds the "
-            f"longest answer ({max_tokens} tokens): lower it"
-        )
+    assert options.buffer_tokens <= max_tokens, "AlgorithmConfig.check_sampling refuses it"
     excess_R = np.maximum(lengths_R - (max_tokens - options.buffer_tokens), 0)
     if options.beyond == "flat":
         excess_R = np.minimum(excess_R, options.buffer_tokens)
@@ -64,8 +57,7 @@ def filtration_weights(
     implementation's default). With `resample` the weights are counts drawn with these probabilities, deterministically
     for a given seed. Trajectories of weight 0 leave the loss; baselines and advantages are computed before, from all.
 
-    Raises:
-        DataError: a reward is NaN or infinite.
+    Raises DataError if a reward is NaN or infinite.
     """
     assert rewards_R.ndim == 1 and rewards_R.shape == groups_R.shape, (rewards_R.shape, groups_R.shape)
     check_finite(rewards_R, "rewards")

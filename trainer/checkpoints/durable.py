@@ -22,10 +22,8 @@ def partial_folder(folder: Path) -> Path:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder to write to. At the end it is synced to disk and renamed to `folder`, replacing an
-    existing one. If the block raises, it is deleted.
-
-    Raises:
-        EnvironmentLackError: the disk is full, or there is a file of that name.
+    existing one. If the block raises, it is deleted. Raises EnvironmentLackError if the disk is full, or there is a
+    file of that name.
     """
     begun = begin_folder(folder)
     try:

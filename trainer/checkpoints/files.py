@@ -33,10 +33,7 @@ def save_checkpoint(
     """Writes the checkpoint and returns when it is on disk. All ranks must call it.
 
     `engines`: the policy's as `engine`, and others (`critic`), each in a folder of that name. Frozen parameters are
-    left out.
-
-    Raises:
-        EnvironmentLackError: the disk is full. Earlier checkpoints are untouched.
+    left out. Raises EnvironmentLackError if the disk is full. Earlier checkpoints are untouched.
     """
     state = CheckpointState(
         batch_version=batch_version,
@@ -65,12 +62,9 @@ def save_checkpoint(
 def load_checkpoint(
     engines: Mapping[str, TrainingEngine], folder: Path, config: TrainerConfig, ranks: Rank
 ) -> CheckpointState:
-    """Restores the engines and the random states. All ranks must call it.
-
-    Raises:
-        DataError: there is no complete checkpoint.
-        ConfigError: it was written by another backend, number of ranks, ZeRO stage or dtype, for other engines, or for
-            other trained weights.
+    """Restores the engines and the random states. All ranks must call it. Raises DataError if there is no complete
+    checkpoint, and ConfigError if it was written by another backend, number of ranks, ZeRO stage or dtype, for other
+    engines, or for other trained weights.
     """
     state = read_state(folder)
     for setting, written, now in (
@@ -94,8 +88,7 @@ def load_checkpoint(
 
 
 def _check_engines(folder: Path, state: CheckpointState, engines: Mapping[str, TrainingEngine]) -> None:
-    # Format 1 has only the policy, without frozen parameters.
-    written = state.trained_elements or {_POLICY: engines[_POLICY].num_elements}
+    written = state.trained_elements
     if written.keys() != engines.keys():
         raise ConfigError(
             f"checkpoint {folder} holds {_names(written)}, this run trains "

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.protos.errors import DataError
 
 STATE_FILE = "state.json"
 FORMAT = 3
-"""Format 1 had one engine and no record of what was trained; format 2 had one backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +21,18 @@ class CheckpointState:
 
     batch_version: int
     optimizer_step: int
+    backend: str
     world_size: int
     zero_stage: int
     dtype: str
     trainer: dict[str, object]
     """The trainer's configuration, for information only; a resumed run uses its own."""
-    trained_elements: dict[str, int] = field(default_factory=dict)
+    trained_elements: dict[str, int]
     """Engine (`engine` is the policy's) → number of trained elements. Frozen weights (LoRA's base) are not in the
     checkpoint.
     """
-    kl_coefficients: dict[str, float] = field(default_factory=dict)
+    kl_coefficients: dict[str, float]
     """The current coefficients of the KL penalties."""
-    backend: str = "deepspeed"
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:

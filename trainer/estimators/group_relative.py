@@ -75,10 +75,8 @@ def gpg(batch: EstimatorBatch, options: GpgOptions) -> Estimate:
 
 def maxrl(batch: EstimatorBatch, options: MaxrlOptions) -> Estimate:
     """(R_i − μ)/μ, 0 where μ = 0. With more samples it approaches the gradient of the log pass rate. arXiv:2602.02710,
-    algorithm 1, whose rewards are 0 and 1; any reward that is not negative is accepted.
-
-    Raises:
-        DataError: a score is negative, so that μ is no success rate.
+    algorithm 1, whose rewards are 0 and 1; any reward that is not negative is accepted. Raises DataError if a score is
+    negative, so that μ is no success rate.
     """
     scores_R, groups = batch.scores_R, batch.groups
     if len(scores_R) and float(scores_R.min()) < 0:
@@ -145,10 +143,8 @@ def reinforce_plus_plus_baseline(batch: EstimatorBatch, options: ReinforcePlusPl
 
 def gdpo(batch: EstimatorBatch, options: GdpoOptions) -> Estimate:
     """Wh(Σ_c w_c·(R_ic − μ_c)/(σ_c + 1e-6)), every reward component c normalised over its group as in GRPO.
-    arXiv:2601.05242. `rewards_N` is not read.
-
-    Raises:
-        DataError: the number of components differs from the number of weights.
+    arXiv:2601.05242. `rewards_N` is not read. Raises DataError if the number of components differs from the number of
+    weights.
     """
     assert batch.components_RC is not None
     components_CR = batch.components_RC.double().unbind(1)

@@ -34,11 +34,9 @@ def find_estimator(name: str) -> Callable[[EstimatorBatch, Any], Estimate]:
 
 @torch.no_grad()
 def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
-    """The advantages of a batch. An empty batch gives empty advantages.
-
-    Raises:
-        DataError: an input or an advantage of a row is not finite (the error names the row); a group is smaller than
-            the estimator requires; or the estimator itself refuses the batch.
+    """The advantages of a batch. An empty batch gives empty advantages. Raises DataError if an input or an advantage of
+    a row is not finite (the error names the row), a group is smaller than the estimator requires, or the estimator
+    itself refuses the batch.
     """
     # A row's sum is finite only if all its rewards are, so checking R sums covers N rewards.
     if not bool(batch.scores_R.isfinite().all()):

@@ -35,10 +35,8 @@ _MOST_IN_HALF_PRECISION = 2e-3, 0.25  # rounding may send a token to another exp
 def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
     """The packing of new batches, the same on every rank. Sets the models' attention accordingly.
 
-    `auto` is flat if every model has variable-length attention and keeps rows separate. All ranks must call it.
-
-    Raises:
-        ModelError: `flat` is required and a model mixes rows, or a model cannot run concatenated rows at all.
+    `auto` is flat if every model has variable-length attention and keeps rows separate. All ranks must call it. Raises
+    ModelError if `flat` is required and a model mixes rows, or a model cannot run concatenated rows at all.
     """
     if wanted == "padded":
         return "padded"
@@ -78,10 +76,8 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
 
 @torch.no_grad()
 def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
-    """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks must call it.
-
-    Raises:
-        ModelError: the model cannot run concatenated rows.
+    """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks must call it. Raises ModelError if
+    the model cannot run concatenated rows.
     """
     first, second, other = (_row(engine, number, length) for number, length in enumerate((*_LENGTHS, _LENGTHS[0])))
     joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids])))

@@ -68,11 +68,8 @@ def load_value_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
     with every dropout 0.
 
     For a language model the new head's weights are 0, so that every initial value is 0. The one-number head of a value
-    or reward model is kept.
-
-    Raises:
-        ModelError: transformers cannot load it, has no such class for it, or the folder lacks weights of the model
-            below the head.
+    or reward model is kept. Raises ModelError if transformers cannot load it, has no such class for it, or the folder
+    lacks weights of the model below the head.
     """
     with _loading(folder), torch.random.fork_rng(devices=[]):
         config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)

@@ -34,10 +34,8 @@ _PEFT_PREFIX = "base_model.model."
 def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *, seed: int) -> peft.PeftModel:
     """Inserts new adapters (B = 0, A by `seed`, the same on every rank) into the model and freezes everything else.
 
-    Call it before the engine is built, so that the optimizer holds only the adapters.
-
-    Raises:
-        ConfigError: the model has no layer of such a name, or one of them is not linear or tied to another.
+    Call it before the engine is built, so that the optimizer holds only the adapters. Raises ConfigError if the model
+    has no layer of such a name, or one of them is not linear or tied to another.
     """
     targets = options.target_modules
     config = peft.LoraConfig(

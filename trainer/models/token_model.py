@@ -44,37 +44,23 @@ class TokenHead(nn.Linear):
 
 def add_token_statistics(model: transformers.PreTrainedModel) -> None:
     """Makes `model(tokens=batch, entropy=…, squared_probs=…)` return the `TokenStatistics` of a micro-batch's N loss
-    tokens, computed from the logits if the head is no plain linear layer or the model changes its logits afterwards
-    (soft caps, scales). Other calls behave as before.
+    tokens. Other calls behave as before. A model stays as it is if its head is no plain linear layer or it changes its
+    logits afterwards (soft caps, scales).
     """
     if _head_gives_logits(model):
         linear = model.get_output_embeddings()
         head = TokenHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         model.set_output_embeddings(head.train(linear.training))
-    model.forward = MethodType(_forward, model)
-    model.gives_token_statistics = True
+        model.forward = MethodType(_forward, model)
 
 
-def _forward(
-    self: Any,
-    *arguments: Any,
-    tokens: MicroBatch | None = None,
-    entropy: bool = False,
-    squared_probs: bool = False,
-    **named: Any,
-) -> Any:
+def _forward(self: Any, *arguments: Any, tokens: MicroBatch | None = None, **named: Any) -> Any:
     if tokens is None:
         return type(self).forward(self, *arguments, **named)
-    asked = {"entropy": entropy, "squared_probs": squared_probs}
-    head = self.get_output_embeddings()
-    if isinstance(head, TokenHead):
-        hidden_BTH = self.base_model(**tokens.inputs, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BTH[tokens.row_N, tokens.columns_K[tokens.column_N]]
-        return head(hidden_NH, tokens.target_N, tokens.temperature_N, **asked)
-    logits_BKV = type(self).forward(self, **tokens.inputs, use_cache=False, logits_to_keep=tokens.columns_K).logits
-    logits_NV = logits_BKV[tokens.row_N, tokens.column_N]
-    return statistics_from_logits(logits_NV, tokens.target_N, tokens.temperature_N, **asked)
+    hidden_BTH = self.base_model(**tokens.inputs, use_cache=False).last_hidden_state
+    hidden_NH = hidden_BTH[tokens.row_N, tokens.columns_K[tokens.column_N]]
+    return self.get_output_embeddings()(hidden_NH, tokens.target_N, tokens.temperature_N, **named)
 
 
 @torch.no_grad()
@@ -93,10 +79,12 @@ def _head_gives_logits(model: transformers.PreTrainedModel) -> bool:
 def loss_token_statistics(
     model: nn.Module | TrainingEngine, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
-    """The statistics of a micro-batch's N loss tokens, from a language model or an engine."""
+    """The statistics of a micro-batch's N loss tokens, from a language model or an engine; computed from the logits if
+    the model's head is no `TokenHead` (see `add_token_statistics`) or has adapters.
+    """
     asked = {"entropy": entropy, "squared_probs": squared_probs}
-    module = model.module if isinstance(model, TrainingEngine) else model
-    if getattr(module, "gives_token_statistics", False):
+    module: Any = model.module if isinstance(model, TrainingEngine) else model
+    if isinstance(module.get_output_embeddings(), TokenHead):
         return TokenStatistics(*model(tokens=batch, **asked))
     logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
     return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)

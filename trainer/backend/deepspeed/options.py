@@ -9,12 +9,7 @@ from tandem.trainer.config import TrainerConfig
 
 
 def check(config: TrainerConfig) -> None:
-    """Refuses settings that DeepSpeed would silently ignore or handle wrongly.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed; optimizer offload without ZeRO, or in bfloat16 below stage 3; parameter
-            offload below stage 3.
-    """
+    """Raises ConfigError if DeepSpeed is not installed, or would silently ignore a setting or handle it wrongly."""
     if find_spec("deepspeed") is None:
         raise ConfigError(
             'trainer.backend "deepspeed" needs a package that is not installed: pip install deepspeed, '

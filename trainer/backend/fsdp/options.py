@@ -7,11 +7,7 @@ from tandem.trainer.config import TrainerConfig
 
 
 def check(config: TrainerConfig) -> None:
-    """Refuses DeepSpeed settings that FSDP does not support.
-
-    Raises:
-        ConfigError: a ZeRO stage other than 3; one offload without the other.
-    """
+    """Raises ConfigError for DeepSpeed settings that FSDP does not support."""
     if config.zero_stage != 3:
         raise ConfigError(
             f"trainer.zero_stage = {config.zero_stage} is DeepSpeed's: FSDP always partitions parameters, gradients "
