@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,27 @@ from tests.support.processes import run_python
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text())
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_benchmark_answers_help(script: str) -> None:
-    done = run_python(f"benchmarks/{script}", "--help")
+HELP = """
+import contextlib, io, json, runpy, sys
+said = {}
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            runpy.run_path(f"benchmarks/{script}", run_name="__main__")
+        except SystemExit as ended:
+            said[script] = ended.code, text.getvalue()
+print(json.dumps(said))
+"""
+"""Runs all scripts in one process, because most load torch."""
+
+
+def test_every_benchmark_answers_help() -> None:
+    done = run_python("-c", HELP, *SCRIPTS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: {script}")
+    said = json.loads(done.stdout)
+    assert sorted(said) == SCRIPTS
+    assert all(code == 0 and text.startswith(f"usage: {script}") for script, (code, text) in said.items())
 
 
 def run(seed: int, budget: int, correction: str, accuracy: float, staleness: float | None = None) -> dict[str, Any]:

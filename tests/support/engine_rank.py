@@ -45,7 +45,7 @@ class Ring(TrainedPolicy):
 
     def step(self, version: int) -> bool:
         """Trains policy and critic for one step; returns whether both references agreed before it."""
-        batches = make_micro_batches(version, rank=self.rank, world_size=distributed.get_world_size())
+        batches = make_micro_batches(version, rank=self.rank, world_size=distributed.get_world_size(), rows_each=4)
         known = [torch.cat(each.logprobs(batches)) for each in (self.base, self.copy)]
         policy_step(self.engine, batches)
         for batch in batches:

@@ -18,7 +18,7 @@ from tests.support.engine_inputs import equal, held_elements, weights_of
 from tests.support.training_groups import make_batch, make_group, with_broken_row
 
 CONFIG = TrainerConfig(
-    learning_rate=1e-3, tokens_per_micro_batch=64, optimizer_steps_per_batch=2, collective_timeout_seconds=60
+    learning_rate=1e-3, tokens_per_micro_batch=96, optimizer_steps_per_batch=2, collective_timeout_seconds=60
 )
 NUM_BATCHES = 3
 

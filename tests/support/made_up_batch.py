@@ -110,7 +110,7 @@ class MadeUpBatch:
                 for number, cell in enumerate(cells):
                     place = layout.place_of(step, number)
                     outputs = [column_N[place].requires_grad_() for column_N in (self.current_N, self.entropy_N)]
-                    part = objective.policy_loss(plan, step, number, cell, TokenStatistics(*outputs, None))
+                    part = objective.policy_loss(plan, number, cell, TokenStatistics(*outputs, None))
                     found = torch.autograd.grad(part, outputs, allow_unused=True, materialize_grads=True)
                     gradients[:, place] += torch.stack(found).double()
                     loss += float(part.detach())

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from tandem.trainer.learner import Learner
 
 
+Settings = dict[str, Any]
+ENGINES: dict[str, Settings] = {
+    **{f"stage{stage}": {"zero_stage": stage} for stage in range(4)},
+    "fsdp": {"backend": "fsdp"},
+}
+"""Settings of every way to shard a model over the ranks, by name."""
+every_engine = pytest.mark.parametrize("engine_settings", ENGINES.values(), ids=ENGINES)
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model. No test changes it."""

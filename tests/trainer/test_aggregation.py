@@ -13,8 +13,7 @@ from torch import Tensor
 from tandem.trainer.aggregation import Aggregation, token_shares
 from tandem.trainer.batch.ragged import spread
 from tandem.trainer.policy_losses.inputs import LossTerms, policy_loss_sum
-from tests.support.golden_cases import GoldenCase, golden_cases
-from tests.support.padded import flatten
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,20 @@ from tests.support.training_groups import make_batch
 Settings = Mapping[str, Any]
 Train = Callable[..., tuple[dict[str, Tensor], dict[str, float]]]
 
-NEEDS_A_PLAIN_LOSS = [name for name in PRESETS if CorrectionOptions(preset=name).needs_ratio_free_loss]
+
+def combined() -> Iterator[tuple[str, Settings]]:
+    """Combinations in which every estimator, every loss and every preset occurs."""
+    advantages, losses = cycle(estimator_models()), cycle(loss_models())
+    without_ratio = cycle(name for name, model in loss_models().items() if not model.has_ratio)
+    for preset in PRESETS:
+        advantage = next(advantages)
+        loss = next(without_ratio if CorrectionOptions(preset=preset).needs_ratio_free_loss else losses)
+        options = {"name": advantage, **({"k": 2} if advantage == "pkpo" else {})}
+        yield f"{advantage}, {loss}, {preset}", {"advantage": options, "loss": loss, "correction": preset}
+
 
 ALGORITHMS: dict[str, Settings] = {
-    **{f"advantage {name}": {"advantage": name} for name in estimator_models() if name != "pkpo"},
-    "advantage pkpo": {"advantage": {"name": "pkpo", "k": 2}},
-    **{f"loss {name}": {"loss": name} for name in loss_models()},
-    **{f"correction {name}": {"correction": name} for name in PRESETS if name not in NEEDS_A_PLAIN_LOSS},
-    **{f"correction {name}": {"correction": name, "loss": "reinforce"} for name in NEEDS_A_PLAIN_LOSS},
+    **dict(combined()),
     "normalized weights": {"correction": {"weights": {"level": "sequence", "normalize": True}}},
     "clip_cov, half the rows rejected": {
         "loss": {"name": "clip_cov", "fraction": 0.2},
@@ -79,13 +86,13 @@ def start(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.fixture
 def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
-    """Trains three batches with these settings and closes the learner; returns (weights, metrics of the last batch)."""
+    """Trains two batches with these settings and closes the learner; returns (weights, metrics of the last batch)."""
     open_learners: list[Learner] = []
 
     def run(
         settings: Settings,
         budget: int = 2000,
-        num_batches: int = 3,
+        num_batches: int = 2,
         arrange: Callable[[TrainBatch], TrainBatch] = lambda batch: batch,
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         config = TrainerConfig(**{"learning_rate": 1e-3, "zero_stage": 0, "optimizer_steps_per_batch": 2, **settings})
@@ -172,48 +179,27 @@ def test_training_does_not_depend_on_row_order(name: str, train: Train, start: d
     """Shuffles rows and plan together, so that columns, micro-batches and the rows of each micro-batch are in another
     order.
     """
-    planned, metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2)
-    other, other_metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2, arrange=shuffled)
+    planned, metrics = train(IN_ANY_ORDER[name], budget=80)
+    other, other_metrics = train(IN_ANY_ORDER[name], budget=80, arrange=shuffled)
     assert distance(planned, start) > 0, "it learned nothing"
     assert distance(other, planned) <= 1e-3 * distance(planned, start)
     check_close(other_metrics, metrics)
 
 
-def test_rejected_rows_leave_the_denominators(train: Train, policy: PreTrainedModel) -> None:
-    reject = {"correction": {"rejections": [{"level": "token", "measure": "k3", "high": 0.005}]}}
-    _, metrics = train({**reject, "learning_rate": 0.0})
-    assert 0 < metrics["rejected_fraction"] < 1
-    assert metrics["trained_tokens"] == pytest.approx(
-        (1 - metrics["rejected_fraction"]) * _num_loss_tokens(3, policy), rel=1e-6
-    )
-
-
 def test_metrics_are_split_by_staleness(train: Train, policy: PreTrainedModel) -> None:
     _, metrics = train({})
-    assert metrics["staleness_0/num_loss_tokens"] + metrics["staleness_1/num_loss_tokens"] == _num_loss_tokens(
-        3, policy
-    )
+    batch, _ = make_batch(groups_of(2, policy))
+    num_loss_tokens = sum(header.num_loss_tokens for header in batch.headers if header.role == "policy")
+    assert metrics["staleness_0/num_loss_tokens"] + metrics["staleness_1/num_loss_tokens"] == num_loss_tokens
     assert "staleness_2/num_loss_tokens" not in metrics
 
 
 def test_the_critic_warms_up_while_the_policy_is_frozen(train: Train, start: dict[str, Tensor]) -> None:
     settings = {"advantage": "gae", "critic": {"learning_rate": 1e-2, "warmup_batches": 2}}
-    still, metrics = train(settings, num_batches=2)
+    still, metrics = train(settings)
     assert distance(still, start) == 0 and metrics["value_loss"] > 0 and metrics["skipped_steps"] == 0
     moved, _ = train(settings, num_batches=3)
     assert distance(moved, start) > 0
-
-
-def test_the_reference_policy_stays_at_the_initial_weights(train: Train) -> None:
-    settings = {"kl": {"loss": {"coefficient": 0.0, "estimator": "k3"}}, "learning_rate": 1e-2}
-    _, first = train(settings, num_batches=1)
-    _, third = train(settings, num_batches=3)
-    assert third["reference_kl"] > first["reference_kl"] >= 0
-
-
-def test_the_kl_coefficient_adapts_to_its_target(train: Train) -> None:
-    _, metrics = train({"kl": {"reward": {"coefficient": 0.1, "target": 5.0, "horizon": 100}}})
-    assert metrics["reward_kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 2)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -241,7 +227,9 @@ def test_critic_and_kl_coefficients_resume_bit_for_bit(
             if resumed:
                 assert learner.load(tmp_path / "000002") == 2
             for version in versions:
-                batch, by_id = make_batch(groups_of(version, policy), policy_version=version, optimizer_steps=2)
+                batch, by_id = make_batch(
+                    groups_of(version, policy), policy_version=version, tokens_per_micro_batch=2000, optimizer_steps=2
+                )
                 metrics = learner.train(batch, by_id).metrics
                 if version == 2:
                     learner.save(tmp_path / "000002", 2)
@@ -280,8 +268,3 @@ def test_adapters_are_exported_under_the_base_models_names(
     assert moved and all("proj" in name for name in moved)
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "hf-adapter" / "adapter_model.safetensors").is_file()
-
-
-def _num_loss_tokens(version: int, policy: PreTrainedModel) -> int:
-    batch, _ = make_batch(groups_of(version, policy))
-    return sum(header.num_loss_tokens for header in batch.headers if header.role == "policy")

@@ -100,7 +100,12 @@ HOW_IT_WAS_CUT = {"padding_fraction", "num_micro_batches", "seconds_train", "sec
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(case.num_ranks, name) for name, case in WHOLE_BATCH.items()], indirect=["ranks"]
+    ("ranks", "name"),
+    [
+        pytest.param(case.num_ranks, name, marks=[pytest.mark.slow] if case.num_ranks > 2 else [])
+        for name, case in WHOLE_BATCH.items()
+    ],
+    indirect=["ranks"],
 )
 def test_whole_batch_operations_do_not_depend_on_ranks(ranks: Ranks, model: Path, name: str) -> None:
     start, weights, metrics = learner_rank.train_whole_batch(WHOLE_BATCH[name], "deepspeed", model)

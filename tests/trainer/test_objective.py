@@ -1,4 +1,4 @@
-"""The composed loss of an optimizer step against formulas in float64, and its handling of non-finite numbers."""
+"""The loss of an optimizer step, also the critic's: golden values, formulas in float64, and non-finite numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from tandem.trainer import objective as objective_module
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.learner import Learner
+from tandem.trainer.models.critic import clipped_value_loss
 from tandem.trainer.off_policy.proximal import loglinear_proximal
 from tandem.trainer.policy_losses.covariance import clip_cov, select_clip_cov
 from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import PolicyLoss
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases, unflatten
 from tests.support.learner_rank import all_weights
 from tests.support.made_up_batch import MadeUpBatch, Outcome
 from tests.support.training_groups import make_batch, make_group
+from tests.trainer.test_aggregation import golden_shares
 
 BETA, BONUS = 0.3, 0.05
 KL_AND_BONUS: Mapping[str, Any] = {"kl": {"loss": {"coefficient": BETA}}, "entropy_coefficient": BONUS}
@@ -125,7 +128,7 @@ def test_the_critic_s_loss(batch: MadeUpBatch) -> None:
     objective = batch.objective(AlgorithmConfig(advantage="gae", critic={"value_clip": 0.2}))
     place = batch.layout.place_of(0, 0)
     values_M = (0.5 * torch.randn(len(place), generator=torch.Generator().manual_seed(1))).requires_grad_()
-    loss = objective.value_loss(objective.begin_step(0, None), 0, 0, values_M)
+    loss = objective.value_loss(objective.begin_step(0, None), 0, values_M)
     (gradient_M,) = torch.autograd.grad(loss, values_M)
     assert batch.targets.returns_N is not None and batch.start.values_N is not None
     returns_M, before_M = batch.targets.returns_N[place], batch.start.values_N[place].double()
@@ -158,7 +161,7 @@ def test_a_nan_among_old_values_leaves_no_finite_gradient_of_the_critic(batch: M
     batch.start.values_N[2] = math.nan
     objective = batch.objective(AlgorithmConfig(advantage="gae"))
     values_M = torch.zeros(batch.layout.num_tokens, requires_grad=True)
-    loss = objective.value_loss(objective.begin_step(0, None), 0, 0, values_M)
+    loss = objective.value_loss(objective.begin_step(0, None), 0, values_M)
     assert not bool(torch.autograd.grad(loss, values_M)[0].isfinite().any())
 
 
@@ -233,3 +236,38 @@ def test_normalised_weights_average_1_over_trained_tokens(batch: MadeUpBatch, le
         values, counts = plan.weights_N[lengths_R.cumsum(0) - lengths_R], counts_R
     assert float(values.double() @ counts) == pytest.approx(float(counts.sum()), rel=1e-6)
     assert torch.equal(plan.keep_N, counts_R.repeat_interleave(lengths_R) > 0)
+
+
+# ---- the critic's loss ----
+
+
+@pytest.mark.parametrize("case", golden_cases("value_loss/"), ids=lambda case: case.name)
+def test_golden_value_loss(case: GoldenCase) -> None:
+    mask_BT = case.inputs["response_mask"]
+    values_N, lengths_B = flatten(case.inputs["vpreds"], mask_BT)
+    values_N = values_N.clone().requires_grad_()
+    returns_N, _ = flatten(case.inputs["returns"], mask_BT)
+    start_N, _ = flatten(case.inputs["values"], mask_BT)
+    terms = clipped_value_loss(values_N, returns_N, start_N, clip=case.hyper["cliprange_value"])
+    shares_N = golden_shares(lengths_B, case.hyper["loss_agg_mode"], case.hyper["global"] or {}, mask_BT.shape[1])
+    loss = torch.dot(terms.losses_N, shares_N)
+    loss.backward()
+    assert values_N.grad is not None
+    case.check("loss", loss)
+    case.check("grad_vpreds", unflatten(values_N.grad, mask_BT))
+    case.check_metric("vf_clipfrac", float(terms.marks["clipped"].double().mean()))
+
+
+def test_the_unclipped_loss_is_half_the_squared_error() -> None:
+    terms = clipped_value_loss(torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([0.0]), clip=math.inf)
+    assert terms.losses_N.tolist() == [2.0]
+    assert terms.marks["clipped"].tolist() == [False]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", range(3))
+def test_a_bad_value_makes_its_loss_non_finite(bad: float, place: int) -> None:
+    arguments = [torch.ones(2) for _ in range(3)]
+    arguments[place][1] = bad
+    losses_N = clipped_value_loss(*arguments, clip=0.5).losses_N
+    assert losses_N.isfinite().tolist() == [True, False] or (place == 2 and bad == math.inf)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine
 from tandem.trainer.backend.deepspeed.options import check
 from tandem.trainer.backend.registry import check_backend, load_backend
-from tandem.trainer.checkpoints.state import read_state
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.token_model import token_logprobs
-from tests.support.backends import Settings, every_engine
 from tests.support.engine_inputs import (
     NUM_TOKENS,
     RATE,
@@ -40,6 +36,7 @@ from tests.support.engine_inputs import (
     save,
     weights_of,
 )
+from tests.trainer.conftest import Settings, every_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SWITCHES = ("offload_optimizer", "offload_parameters", "gradient_checkpointing")
@@ -102,11 +99,11 @@ def test_every_combination_trains_the_same_weights(model: Path, stage: int, dtyp
             assert engine.deepspeed.zero_use_cpu_optimizer() == chosen["offload_optimizer"]
             assert (engine.deepspeed.zero_offload_param() is not None) == chosen["offload_parameters"]
         start = weights_of(engine)
-        norm = policy_step(engine, make_micro_batches(1))
+        norm = policy_step(engine, make_micro_batches(1, rows_each=4))
         before = weights_of(engine)
         engine.backward((token_logprobs(engine, make_micro_batches(2)[0]) * math.inf).sum())
         assert engine.step(RATE) is None and equal(weights_of(engine), before)
-        policy_step(engine, make_micro_batches(3))
+        policy_step(engine, make_micro_batches(3, rows_each=4))
         after = weights_of(engine)
         engine.close()
         if plain is None:
@@ -183,20 +180,6 @@ def test_gradient_checkpointing_runs_each_layer_forward_twice(model: Path, engin
         calls.append(len(counted))
         engine.close()
     assert calls == [1, 2]
-
-
-def test_a_checkpoint_of_format_1_still_loads(model: Path, tmp_path: Path) -> None:
-    config = TrainerConfig()
-    engine = engine_of(model, config)
-    save({"engine": engine}, tmp_path / "000001", config)
-    file = tmp_path / "000001" / "state.json"
-    state = read_state(file.parent)
-    values = {key: value for key, value in json.loads(file.read_text()).items() if key != "trained_elements"}
-    file.write_text(json.dumps({**values, "format": 1}))
-    assert load({"engine": engine}, file.parent, config) == replace(state, trained_elements={})
-    with pytest.raises(ConfigError, match="holds the policy, this run trains the policy and the critic"):
-        load({"engine": engine, "critic": engine}, file.parent, config)
-    engine.close()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

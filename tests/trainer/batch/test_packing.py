@@ -81,28 +81,6 @@ def test_a_batch_of_lognormal_lengths_is_at_most_5_percent_padding(
     assert sum(lengths) / padded_size(bins, lengths) >= 0.95
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_a_batch_of_less_than_four_budgets_is_at_most_5_percent_padding(multiple: int) -> None:
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        median, budget = random.uniform(200, 500), 32768
-        lengths = lognormal_lengths(random, num_rows=100, median=median, sigma=random.uniform(0.3, 1.0), most=budget)
-        bins = pack(lengths, budget, multiple_of=multiple)
-        assert SMALL_BATCH * budget <= sum(lengths) < 4 * budget
-        assert sum(lengths) / padded_size(bins, lengths) >= 0.95
-
-
-@both_packers
-def test_no_bin_of_a_thousand_random_batches_exceeds_the_budget(packer: Packer, size: Size) -> None:
-    random = np.random.default_rng(0)
-    for _ in range(1000):
-        budget, num_rows = int(random.integers(512, 8192)), int(random.integers(1, 65))
-        median = random.uniform(50, 500)
-        lengths = lognormal_lengths(random, num_rows=num_rows, median=median, sigma=1.0, most=budget)
-        bins = packer(lengths, budget, multiple_of=int(random.integers(1, 9)))
-        assert max(size([rows], lengths) for rows in bins) <= budget
-
-
 def test_rows_are_sorted_by_length_to_reduce_padding() -> None:
     assert pack([10, 2, 10, 2, 10, 2], 30) == [[0, 2, 4], [1, 3, 5]]
 

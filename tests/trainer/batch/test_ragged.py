@@ -15,13 +15,9 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from tandem.trainer.batch.ragged import keep_tokens, row_means, row_sums, spread
 from tandem.trainer.estimators.groups import whiten, whiten_rows
-from tests.support.golden_cases import GoldenCase, golden_cases
-from tests.support.padded import flatten, unflatten
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases, unflatten
 
 LENGTHS = torch.tensor([0, 3, 0, 1, 2, 0])
-MASKS = st.integers(0, 6).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, 1), min_size=width, max_size=width), min_size=1, max_size=6)
-)
 laws = settings(max_examples=60, deadline=None)
 any_rows = given(lengths=st.lists(st.integers(0, 7), min_size=0, max_size=8), seed=st.integers(0, 99))
 
@@ -35,40 +31,6 @@ def rows_of(lengths: list[int], seed: int) -> tuple[list[list[float]], Tensor, T
 
 def float64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-@laws
-@given(mask=MASKS, seed=st.integers(0, 99))
-def test_unflatten_undoes_flatten_and_gradients_pass_where_the_mask_is_1(mask: list[list[int]], seed: int) -> None:
-    mask_BT = torch.tensor(mask)
-    generator = torch.Generator().manual_seed(seed)
-    values_BT = torch.randn(mask_BT.shape, generator=generator, dtype=torch.float64, requires_grad=True)
-    values_N, lengths_B = flatten(values_BT, mask_BT)
-    assert lengths_B.tolist() == [sum(row) for row in mask]
-    assert lengths_B.dtype == torch.int64
-    kept = [
-        value
-        for row, kept_row in zip(values_BT.tolist(), mask, strict=True)
-        for value, keep in zip(row, kept_row, strict=True)
-        if keep
-    ]
-    assert values_N.tolist() == kept
-    torch.testing.assert_close(unflatten(values_N, mask_BT), values_BT * mask_BT, rtol=0, atol=0)
-    again_N, _ = flatten(unflatten(values_N, mask_BT), mask_BT)
-    assert torch.equal(again_N, values_N)
-    factors_BT = torch.randn(mask_BT.shape, generator=generator, dtype=torch.float64)
-    (unflatten(values_N, mask_BT) * factors_BT).sum().backward()
-    assert values_BT.grad is not None
-    torch.testing.assert_close(values_BT.grad, factors_BT * mask_BT, rtol=0, atol=0)
-
-
-def test_padding_that_is_not_finite_does_not_leak() -> None:
-    mask_BT = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    values_BT = float64([[1.0, math.nan, 3.0], [math.inf, math.nan, -math.inf]]).requires_grad_()
-    values_N, lengths_B = flatten(values_BT, mask_BT)
-    assert row_sums(values_N, lengths_B).tolist() == [4.0, 0.0]
-    unflatten(values_N, mask_BT).square().sum().backward()
-    assert values_BT.grad is not None and values_BT.grad.tolist() == [[2.0, 0.0, 6.0], [0.0, 0.0, 0.0]]
 
 
 @laws
@@ -154,20 +116,6 @@ def test_batches_without_rows_or_tokens(lengths: list[int]) -> None:
     assert means_B.tolist() == row_sums(values_N, lengths_B).tolist() == lengths
     spread(means_B, lengths_B).sum().backward()
     assert values_N.grad is not None and values_N.grad.shape == (0,)
-    nothing_N, lengths_B = flatten(torch.zeros(2, 0), torch.zeros(2, 0))
-    assert nothing_N.shape == (0,) and lengths_B.tolist() == [0, 0]
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        flatten(torch.zeros(2, 3), torch.zeros(3, 2))
-    with pytest.raises(AssertionError):
-        spread(torch.zeros(2), torch.tensor([1, 2, 3]))
-    with pytest.raises(AssertionError):
-        row_sums(torch.zeros(2, 3), torch.tensor([3, 3]))
-    for lengths in ([3], [2, 2], []):
-        with pytest.raises(AssertionError):
-            row_sums(torch.zeros(5), torch.tensor(lengths, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("case", golden_cases("masked_ops/masked/"), ids=lambda case: case.name)

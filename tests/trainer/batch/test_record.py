@@ -24,6 +24,7 @@ from tandem.trainer.batch.record import (
     recorded_versions,
     write_record,
 )
+from tandem.trainer.checkpoints.durable import atomic_folder
 from tests.support.training_groups import make_batch, make_group, make_payloads
 
 Recorded = tuple[TrainBatch, dict[str, TrajectoryGroup]]
@@ -120,3 +121,28 @@ def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(
 def test_a_batch_survives_json(recorded: Recorded) -> None:
     batch, _ = recorded
     assert batch_from_json(json.loads(json.dumps(batch_to_json(batch)))) == batch
+
+
+# ---- folders that are replaced atomically ----
+
+
+def test_a_folder_replaces_the_previous_one(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        with atomic_folder(tmp_path / "new") as begun:
+            (begun / text).touch()
+    assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["two"]
+
+
+def test_an_exception_keeps_the_previous_folder(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "new"):
+        raise RuntimeError("a bug")
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_file_at_the_target_path_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("mine")
+    refused = pytest.raises(EnvironmentLackError, match="new: a file stands where a folder is needed")
+    with refused, atomic_folder(tmp_path / "new"):
+        pytest.fail("it was begun")
+    assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new").read_text() == "mine"

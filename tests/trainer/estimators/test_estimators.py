@@ -22,14 +22,11 @@ from tandem.trainer.estimators.options import (
     GrpoOptions,
     MaxrlOptions,
     PkpoOptions,
-    ReinforcePlusPlusOptions,
-    RemaxOptions,
     RlooOptions,
     estimator_models,
 )
 from tandem.trainer.estimators.registry import estimate
-from tests.support.golden_cases import GoldenCase, golden_cases
-from tests.support.padded import flatten, unflatten
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases, unflatten
 
 every_estimator = pytest.mark.parametrize("name", list(estimator_models()))
 
@@ -152,26 +149,6 @@ def test_pkpo_agrees_with_the_sum_over_all_subsets(k: int) -> None:
     assert row_values(make_batch(scores, groups), PkpoOptions(k=k)) == pytest.approx(want)
 
 
-def test_remax_and_reinforce_use_the_reward_to_go() -> None:
-    rewards_N = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
-    batch = EstimatorBatch(rewards_N, torch.tensor([3, 1]), torch.tensor([0, 0]), torch.tensor([0.5, 1.0]))
-    assert estimate(batch, RemaxOptions()).advantages_N.tolist() == [6.5, 5.5, 3.5, 7.0]
-    plain = estimate(batch, ReinforcePlusPlusOptions(gamma=0.5, whiten=False))
-    assert plain.advantages_N.tolist() == [3.0, 4.0, 4.0, 8.0]
-
-
-@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_a_token_baseline_with_equal_rewards_is_nonzero_only_on_the_longest_tail(name: str) -> None:
-    batch = make_batch([1.0, 1.0, 1.0], [0, 0, 0], [4, 2, 1])
-    options = estimator_models()[name]
-    zeros = [0.0] * 5
-    for tail, handled in ((1.0, True), (0.0, False)):
-        got_N = estimate(batch, options(handle_zero_tail=handled)).advantages_N
-        assert got_N.tolist() == pytest.approx([*zeros[:2], tail, tail, *zeros[:3]], abs=1e-5)
-    equal = estimate(make_batch([1.0, 1.0], [0, 0], [3, 3]), options()).advantages_N
-    assert equal.tolist() == pytest.approx([0.0] * 6, abs=1e-5)
-
-
 SINGLES = {
     "grpo": 0.75,
     "dr_grpo": 0.75,
@@ -246,16 +223,6 @@ def test_other_columns_that_are_not_finite_name_their_row(name: str, column: str
 def test_an_advantage_that_overflows_is_refused() -> None:
     with pytest.raises(DataError, match=r"row 0 \(group 0\): an advantage is not finite"):
         estimate(make_batch([1e308, -1e308], [0, 0]), RlooOptions())
-
-
-def test_mismatched_shapes_and_missing_columns_fail_an_assertion() -> None:
-    one = torch.ones(1, dtype=torch.int64)
-    with pytest.raises(AssertionError):
-        EstimatorBatch(torch.zeros(3, dtype=torch.float64), one, one)
-    with pytest.raises(AssertionError):
-        EstimatorBatch(torch.zeros(1, dtype=torch.float64), one, one, values_N=torch.zeros(2))
-    with pytest.raises(AssertionError, match="gae needs values"):
-        estimate(EstimatorBatch(torch.zeros(1, dtype=torch.float64), one, one), GaeOptions())
 
 
 def test_gdpo_requires_one_weight_per_component() -> None:

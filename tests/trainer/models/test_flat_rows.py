@@ -212,7 +212,7 @@ def batch_of(
     version: int, folder: Path, packing: Packing, budget: int
 ) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
     return make_batch(
-        groups_of(version, plain_policy(folder)),
+        groups_of(version, plain_policy(folder), num_groups=2),
         policy_version=version,
         tokens_per_micro_batch=budget,
         optimizer_steps=2,

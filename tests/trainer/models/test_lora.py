@@ -14,17 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from tandem.protos.errors import ConfigError
 from tandem.protos.manifest import encode_manifest
-from tandem.protos.weight_group import bucket_tensors
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.checkpoints.export import write_export
 from tandem.trainer.checkpoints.state import read_state
 from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.loading import load_model
-from tandem.trainer.models.lora import Adapters, insert_adapters
+from tandem.trainer.models.lora import insert_adapters
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import wait
-from tests.support.adapter_policy import TrainedPolicy, WholeModel
-from tests.support.backends import Settings, every_engine
+from tests.support.adapter_policy import TrainedPolicy
 from tests.support.engine_inputs import (
     equal,
     load,
@@ -35,6 +33,7 @@ from tests.support.engine_inputs import (
     save,
     weights_of,
 )
+from tests.trainer.conftest import Settings, every_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OPTIONS = LoraOptions(rank=4, alpha=12)
@@ -57,18 +56,25 @@ def policy_of(model: Path) -> Iterator[PolicyOf]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_engine
-def test_only_adapters_are_trained_and_merged_weights_compute_the_same(
-    policy_of: PolicyOf, model: Path, engine_settings: Settings, dtype: str
+def test_only_adapters_are_trained_and_sent_and_merged_weights_compute_the_same(
+    policy_of: PolicyOf, model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
 ) -> None:
     policy = policy_of(**engine_settings, dtype=dtype)
-    batches = make_micro_batches()
+    batches = make_micro_batches(rows_each=4)
     base = plain_model(model, dtype=dtype)
     specs = [(name, dtype, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
     assert policy.adapters.specs() == specs
     assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))  # B is 0
     before, frozen = weights_of(policy.engine), weights_of(policy.engine, trained=False)
-    for _ in range(3):
+    sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
+    receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
+    for version in range(3):
         assert policy_step(policy.engine, batches) > 0
+        location = str(tmp_path / str(version))
+        sent = sender.broadcast(sender.manifest(1, version, "disk", location=location), 10.0)
+        receiver.start_receive(encode_manifest(sent), "", 10.0)
+        assert wait(receiver)["error"] is None
+        assert equal(dict(receiver.take()), policy.merged())
     after = weights_of(policy.engine)
     assert all(not before[name].equal(after[name]) for name in before)
     assert equal(weights_of(policy.engine, trained=False), frozen)
@@ -103,27 +109,6 @@ def test_merged_weights_follow_the_papers_formula_in_float64(policy_of: PolicyOf
         torch.testing.assert_close(merged[name].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_adapters_and_merged_weights_compute_the_same_in_float64(model: Path) -> None:
-    """Float64 removes float32's rounding noise, so the tolerance is 1e-6."""
-    module = load_model(model, "float32")
-    adapters = Adapters(insert_adapters(module, OPTIONS, seed=0), OPTIONS, WholeModel(module))
-    module.double()
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1, generator=random)
-    batches = make_micro_batches()
-    ids = batches[0].ids_BT
-    with torch.no_grad(), adapters.gather([name for name, _, _ in adapters.specs()]) as merged:
-        plain = plain_model(model).double()
-        away = plain(ids).logits
-        plain.load_state_dict(merged, strict=False)
-        adapted = module(ids).logits
-        assert (adapted - away).abs().max() > 0.1
-        torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-6, rtol=0)
-
-
 def test_merged_and_adapter_exports_both_load(policy_of: PolicyOf, model: Path, tmp_path: Path) -> None:
     policy = policy_of()
     batches = make_micro_batches()
@@ -142,37 +127,6 @@ def test_merged_and_adapter_exports_both_load(policy_of: PolicyOf, model: Path, 
     }
     adapted = PeftModel.from_pretrained(plain_model(model), str(tmp_path / "adapters"))
     assert logprobs_of(adapted, batches).equal(expected)
-
-
-def test_samplers_get_merged_weights_bucket_by_bucket(policy_of: PolicyOf, model: Path) -> None:
-    policy = policy_of()
-    policy_step(policy.engine, make_micro_batches())
-    sender = WeightSender(policy, bucket_bytes=1 << 13)
-    manifest = sender.manifest(1, 1, "gloo")
-    assert len(manifest.buckets) > 3
-    sender.broadcast(manifest, 10.0)
-    assert sender.copy is not None
-    received = {}
-    for spec, buffer in zip(sender.copy.manifest.buckets, sender.copy.buffers, strict=True):
-        received.update(bucket_tensors(spec, buffer))
-    assert equal({name: tensor.clone() for name, tensor in received.items()}, policy.merged())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@every_engine
-def test_samplers_receive_only_adapters_and_can_merge_them(
-    policy_of: PolicyOf, model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
-) -> None:
-    policy = policy_of(**engine_settings, dtype=dtype)
-    sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
-    receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
-    for version in range(3):
-        location = str(tmp_path / str(version))
-        sent = sender.broadcast(sender.manifest(1, version, "disk", location=location), 10.0)
-        receiver.start_receive(encode_manifest(sent), "", 10.0)
-        assert wait(receiver)["error"] is None
-        assert equal(dict(receiver.take()), policy.merged())
-        policy_step(policy.engine, make_micro_batches(version))
 
 
 @every_engine

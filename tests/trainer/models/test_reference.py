@@ -12,7 +12,6 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.reference import ReferencePolicy
 from tests.support.adapter_policy import TrainedPolicy
-from tests.support.backends import Settings, every_engine
 from tests.support.engine_inputs import (
     engine_of,
     equal,
@@ -22,6 +21,7 @@ from tests.support.engine_inputs import (
     policy_step,
     weights_of,
 )
+from tests.trainer.conftest import Settings, every_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -37,7 +37,7 @@ def test_a_frozen_copy_equals_the_initial_policy_and_never_changes(model: Path, 
     config = TrainerConfig(**settings)
     policy = engine_of(model, config)
     reference = ReferencePolicy.frozen_copy(load_backend(config), config, model)
-    batches = make_micro_batches()
+    batches = make_micro_batches(rows_each=4)
     first = reference.logprobs(batches)
     assert [each.shape for each in first] == [batch.target_N.shape for batch in batches]
     assert all(each.dtype == torch.float32 and not each.requires_grad for each in first)
@@ -59,13 +59,13 @@ def test_a_frozen_copy_equals_the_initial_policy_and_never_changes(model: Path, 
 @every_engine
 def test_with_adapters_the_base_weights_are_the_reference(model: Path, engine_settings: Settings) -> None:
     """Querying it between two steps does not change the policy's training."""
-    batches, base = make_micro_batches(), plain_model(model)
+    batches, base = make_micro_batches(rows_each=4), plain_model(model)
     ends = []
     for asked in (True, False):
         config = TrainerConfig(**engine_settings, gradient_checkpointing=True)
         policy = TrainedPolicy(model, config, LoraOptions(rank=4))
         reference = ReferencePolicy(policy.engine, policy.adapters.disabled)
-        for _ in range(3):
+        for _ in range(2):
             if asked:
                 assert torch.cat(reference.logprobs(batches)).equal(logprobs_of(base, batches))
             policy_step(policy.engine, batches)

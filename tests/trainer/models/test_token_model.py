@@ -17,6 +17,7 @@ import tandem.trainer.models.token_logprobs
 from tandem.trainer.batch.micro_batch import stack
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.token_logprobs import statistics_from_logits
 from tandem.trainer.models.token_model import TokenHead, add_token_statistics
 from tests.support.engine_inputs import CPU, relative_error
 from tests.support.tiny_model import ONE_LAYER, VOCABULARY
@@ -44,20 +45,17 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def check_the_same_as_by_logits(model: Any) -> None:
-    """Compares statistics and gradients of this model with those computed from the logits of the same model."""
+    """Compares statistics and gradients of this model with those computed from its logits."""
     for batch in make_batches(0):
-        found, got = answers(model, batch), None
-        loss_of(found, batch).backward()
-        got = gradients(model)
-        model.zero_grad()
-        model.gives_token_statistics = False
-        want = answers(model, batch)
-        loss_of(want, batch).backward()
-        model.gives_token_statistics = True
-        for got_N, want_N in zip(found, want, strict=True):
-            torch.testing.assert_close(got_N, want_N, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got, gradients(model), rtol=1e-5, atol=1e-6)
-        model.zero_grad()
+        logits_NV = model(**batch.inputs).logits[batch.row_N, batch.columns_K[batch.column_N]]
+        want = statistics_from_logits(logits_NV, batch.target_N, batch.temperature_N, entropy=True, squared_probs=True)
+        got, grown = answers(model, batch), []
+        torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
+        for found in (got, want):
+            loss_of(found, batch).backward()
+            grown.append(gradients(model))
+            model.zero_grad()
+        torch.testing.assert_close(*grown, rtol=1e-5, atol=1e-6)
 
 
 def test_token_statistics_equal_those_computed_from_logits(folder: Path, small_chunks: None) -> None:

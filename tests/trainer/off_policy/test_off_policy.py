@@ -1,4 +1,4 @@
-"""Off-policy correction against golden values."""
+"""Off-policy correction against golden values and numbers worked out by hand, and the proximal log-probs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.options import CorrectionOptions, RejectionOptions
-from tandem.trainer.off_policy.proximal import proximal_logprobs
+from tandem.trainer.off_policy.proximal import loglinear_proximal, proximal_logprobs
 from tandem.trainer.off_policy.weights import mean_weight
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.options import loss_models
 from tandem.trainer.policy_losses.registry import policy_loss
-from tests.support.golden_cases import GoldenCase, golden_cases
-from tests.support.padded import flatten, unflatten
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases, unflatten
 from tests.trainer.test_aggregation import golden_shares
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
@@ -89,10 +88,7 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
             if weights.outside == "zero":
                 ours["rollout_is_seq_fraction_low"] = ours["rollout_is_ratio_fraction_low"]
         if weights.level == "token":  # for sequences, the golden metric is the ratio, not the weight
-            ours |= {
-                "rollout_is_max": figures["behavior_weight_max"],
-                "rollout_is_min": figures["behavior_weight_min"],
-            }
+            ours |= {"rollout_is_max": figures["behavior_weight_max"], "rollout_is_min": figures["behavior_weight_min"]}
             if weights.outside == "zero":
                 ours["rollout_is_oob_ratio"] = figures["truncated_fraction"]
     for test in options.rejections:
@@ -192,3 +188,180 @@ def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
     if clips:
         case.check_metric("pg_clipfrac", float(terms.marks["clipped"].double().mean()))
         case.check_metric("pg_clipfrac_lower", float(terms.marks["clipped_lower"].double().mean()))
+
+
+# ---- worked out by hand ----
+
+
+def rows_of(*rows: list[float]) -> tuple[Tensor, Tensor]:
+    """(values_N, lengths_B) of rows."""
+    flat = [value for row in rows for value in row]
+    return torch.tensor(flat, dtype=torch.float64), torch.tensor([len(row) for row in rows])
+
+
+def run(ratios: tuple[list[float], ...], advantages: list[float] | None = None, **options: Any) -> Corrected:
+    """Corrects rows with the given ratios."""
+    ratio_N, lengths_B = rows_of(*ratios)
+    behavior_N = torch.linspace(-3.0, -0.5, len(ratio_N), dtype=torch.float64)
+    advantages_N = None if advantages is None else torch.tensor(advantages)
+    given = CorrectionOptions.model_validate({"preset": "token_tis", **options})
+    return correct(behavior_N + ratio_N.log(), behavior_N, lengths_B, given, advantages_N=advantages_N)
+
+
+TOKEN_STOP = {"level": "token", "low": 0.75, "high": 1.5, "outside": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "advantages", "expected"),
+    [
+        ({"level": "token", "high": 1.5}, None, [1.0, 1.5, 0.5, 1.5]),
+        ({"level": "sequence", "high": 8.0}, None, [1.0, 4.0, 4.0, 4.0]),
+        ({"level": "geometric", "high": 8.0}, None, [1.0, 4 ** (1 / 3), 4 ** (1 / 3), 4 ** (1 / 3)]),
+        ({"level": "token", "low": 0.75, "high": 5.0, "outside": "clamp"}, None, [1.0, 4.0, 0.75, 2.0]),
+        ({"level": "token", "low": 0.75, "high": 3.0, "outside": "zero"}, None, [1.0, 0.0, 0.0, 2.0]),
+        ({"level": "token", "high": 5.0, "normalize": True}, None, [1 / 1.875, 4 / 1.875, 0.5 / 1.875, 2 / 1.875]),
+        ({"level": "sequence", "high": 8.0, "normalize": True}, None, [0.4, 1.6, 1.6, 1.6]),
+        ({"level": "none"}, None, [1.0] * 4),
+        # `stop`: 0 if the advantage pushes the token further out of bounds; of a sequence, for the tokens it pushes
+        (TOKEN_STOP, [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.5, 0.0]),
+        (TOKEN_STOP, [-1.0, -1.0, -1.0, -1.0], [1.0, 1.5, 0.0, 1.5]),
+        (TOKEN_STOP, [0.0, 0.0, 0.0, 0.0], [1.0, 1.5, 0.5, 1.5]),
+        ({**TOKEN_STOP, "level": "sequence", "high": 3.9}, [1.0, 1.0, -1.0, 1.0], [1.0, 0.0, 3.9, 0.0]),
+    ],
+)
+def test_weights(weights: dict[str, Any], advantages: list[float] | None, expected: list[float]) -> None:
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), advantages, weights=weights)
+    assert corrected.weights_N.tolist() == pytest.approx(expected)
+    assert corrected.keep_N.all(), "a token that is stopped stays in the denominators"
+
+
+def test_normalized_weights_average_1_over_kept_tokens() -> None:
+    test = {"level": "token", "measure": "ratio", "high": 3.0}
+    corrected = run(
+        ([1.0], [4.0, 0.5, 2.0]), weights={"level": "token", "high": 9.0, "normalize": True}, rejections=[test]
+    )
+    assert corrected.keep_N.tolist() == [True, False, True, True]
+    assert float(corrected.weights_N[corrected.keep_N].mean()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("test", "kept"),
+    [
+        ({"level": "token", "measure": "ratio", "high": 3.0}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "ratio", "low": 0.75, "high": 3.0}, [1, 0, 0, 1]),
+        ({"level": "sequence", "measure": "ratio", "high": 3.9}, [1, 0, 0, 0]),
+        ({"level": "sequence", "measure": "ratio", "high": 4.1}, [1, 1, 1, 1]),
+        ({"level": "geometric", "measure": "ratio", "high": 1.58}, [1, 0, 0, 0]),
+        ({"level": "geometric", "measure": "ratio", "high": 1.59}, [1, 1, 1, 1]),
+        ({"level": "max", "measure": "ratio", "high": 3.9}, [1, 0, 0, 0]),
+        ({"level": "max", "measure": "ratio", "low": 0.6}, [1, 0, 0, 0]),
+        ({"level": "max", "measure": "ratio", "low": 0.4, "high": 4.1}, [1, 1, 1, 1]),
+        ({"level": "token", "measure": "k1", "low": -1.0}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "k1", "high": 0.5}, [1, 1, 0, 1]),
+        ({"level": "token", "measure": "k2", "high": 0.5}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "k3", "high": 0.5}, [1, 0, 1, 1]),
+        ({"level": "sequence", "measure": "k2", "high": 1.44}, [1, 0, 0, 0]),
+        ({"level": "sequence", "measure": "k2", "high": 1.45}, [1, 1, 1, 1]),
+    ],
+)
+def test_rejection(test: dict[str, Any], kept: list[int]) -> None:
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), rejections=[test])
+    assert corrected.keep_N.tolist() == [bool(keep) for keep in kept]
+
+
+def test_rejected_tokens_and_rows_are_counted() -> None:
+    """One row loses one token, one loses all tokens, and one loses none."""
+    tests = (RejectionOptions(high=3.0), RejectionOptions(level="max", low=0.1))
+    options = CorrectionOptions(preset="token_tis", rejections=tests)
+    ratio_N, lengths_B = rows_of([1.0, 4.0], [0.05, 1.0, 5.0], [1.0])
+    corrected = correct(ratio_N.log(), torch.zeros(6, dtype=torch.float64), lengths_B, options)
+    staleness_N = torch.tensor([0, 0, 2, 2, 2, 0])
+    figures = correction_sums(corrected, ratio_N.log(), ratio_N * 0, lengths_B, staleness_N, options).figures()
+    expected = {
+        "rejected_fraction": 4 / 6,
+        "rejected_row_fraction": 1 / 3,
+        "touched_row_fraction": 2 / 3,
+        "truncated_fraction": 2 / 6,
+        "behavior_weight_max": 2.0,
+        "behavior_weight_min": 0.05,
+        "rejection/token_ratio/rejected_fraction": 2 / 6,
+        "rejection/token_ratio/touched_row_fraction": 2 / 3,
+        "rejection/token_ratio/max": 5.0,
+        "rejection/token_ratio/min": 0.05,
+        "rejection/token_ratio/mean": 12.05 / 6,
+        "rejection/max_ratio/rejected_fraction": 3 / 6,
+        "rejection/max_ratio/touched_row_fraction": 1 / 3,
+        "rejection/max_ratio/mean": (2 * 4 + 3 * 5 + 1) / 6,
+        "rejection/max_ratio/min": 0.05,
+        "staleness_0/rejected_fraction": 1 / 3,
+        "staleness_0/rejected_row_fraction": 0.0,
+        "staleness_2/rejected_row_fraction": 1.0,
+        "staleness_2/truncated_fraction": 1 / 3,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_catastrophic_token_rejects_its_row() -> None:
+    corrected = run(([1.0, 2e-4], [1.0, 5e-5, 3.0], [0.9]), veto=1e-4)
+    assert corrected.keep_N.tolist() == [True, True, False, False, False, True]
+    assert run(([1e-30, 1.0], [1.0]), veto=1e-12).keep_N.tolist() == [False, False, True], "beyond the clamp of weights"
+
+
+def test_only_negative_advantages_can_be_rejected() -> None:
+    test = {"level": "geometric", "measure": "k1", "high": 0.5, "negative_only": True}
+    ratios = ([0.1, 0.2], [0.1, 0.3], [0.9, 0.8])
+    corrected = run(ratios, advantages=[1.0, 1.0, -1.0, -1.0, -1.0, -1.0], rejections=[test])
+    assert corrected.keep_N.tolist() == [True, True, False, False, True, True]
+
+
+# ---- proximal log-probs ----
+
+
+@pytest.mark.parametrize(
+    ("behavior", "current", "versions", "batch_version", "expected"),
+    [
+        ([-1.0, -2.0, -3.0], [-1.5, -2.5, -3.5], [0, 0, 0], 2, [-1.25, -2.25, -3.25]),
+        ([-1.0, -2.0], [-1.5, -2.2], [0, 2], 4, [-1.375, -2.1]),
+        ([-1.0, -1.0], [-3.0, -3.0], [3, 4], 4, [-1.0, -1.0]),  # at the proximal policy's version or newer
+    ],
+)
+def test_loglinear_follows_the_published_interpolation(
+    behavior: list[float], current: list[float], versions: list[int], batch_version: int, expected: list[float]
+) -> None:
+    proximal = loglinear_proximal(
+        torch.tensor(current, requires_grad=True),
+        torch.tensor(behavior),
+        torch.tensor(versions),
+        batch_version=batch_version,
+    )
+    assert not proximal.requires_grad
+    assert proximal.tolist() == pytest.approx(expected)
+
+
+def test_loglinear_depends_on_the_progress_within_the_batch() -> None:
+    current, behavior = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
+    # 0, 1 and 3 versions behind the start of the batch; versions ahead of it
+    stale, newer = torch.tensor([4, 3, 1]), torch.tensor([5, 6, 7])
+
+    def at(progress: float, versions: Tensor = stale) -> list[float]:
+        return loglinear_proximal(current, behavior, versions, batch_version=5, progress=progress).tolist()
+
+    assert at(0.0) == [-2.0, -2.0, -2.0], "before the first step the current policy is the proximal one"
+    assert at(0.5) == pytest.approx([-1.0, -1.0 - 1 / 1.5, -1.0 - 3 / 3.5])
+    assert at(1.0) == pytest.approx([-1.0, -1.5, -1.75])
+    assert (at(0.0, newer), at(0.5, newer)) == ([-2.0] * 3, [-1.0] * 3)
+
+
+def test_the_source_of_proximal_logprobs() -> None:
+    current = torch.tensor([-1.0, -2.0], requires_grad=True)
+    behavior, recomputed = torch.tensor([-1.5, -1.5]), torch.tensor([-3.0, -3.0])
+
+    def pair(method: str, **more: Any) -> tuple[list[float], list[float]]:
+        found = proximal_logprobs(method, current_logprobs_N=current, behavior_logprobs_N=behavior, **more)
+        assert not any(tensor.requires_grad for tensor in found)
+        return found[0].tolist(), found[1].tolist()
+
+    assert pair("recomputed", recomputed_N=recomputed) == ([-3.0, -3.0], [-3.0, -3.0])
+    assert pair("recomputed") == ([-1.0, -2.0], [-1.0, -2.0])
+    assert pair("bypassed") == ([-1.5, -1.5], [-1.0, -2.0])
+    assert pair("loglinear", versions_N=torch.tensor([0, 0]), batch_version=2) == ([-1.25, -1.75], [-1.25, -1.75])

@@ -1,10 +1,11 @@
-"""Properties of every policy loss: independence of micro-batches, row order, padding and ranks; correct gradients;
-finite values.
+"""Properties of every policy loss: independence of micro-batches, row order and ranks; correct gradients; finite
+values. Properties of the selections of clip_cov, kl_cov and m2po.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -18,11 +19,11 @@ from torch import Tensor
 from tandem.trainer.aggregation import token_shares
 from tandem.trainer.algorithm import Aggregation
 from tandem.trainer.batch.ragged import row_means, spread
-from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
-from tandem.trainer.policy_losses.options import loss_models
-from tandem.trainer.policy_losses.registry import policy_loss
+from tandem.trainer.policy_losses.covariance import select_clip_cov, select_kl_cov
+from tandem.trainer.policy_losses.inputs import LossTokens
+from tandem.trainer.policy_losses.m2po import select_m2po
+from tandem.trainer.policy_losses.options import ClipCovOptions, KlCovOptions, M2poOptions, loss_models
 from tests.support.loss_tokens import MODES, every_loss, losses_and_gradients, make_tokens, options_of, run, select
-from tests.support.padded import flatten, unflatten
 
 # The gradient of a loss that is a detached factor times log π is that factor, not the derivative of the value.
 FACTOR_TIMES_LOGPROB = {"cispo", "dppo_tv", "dppo_kl", "topr", "truncated_importance"}
@@ -80,7 +81,7 @@ def shares_of(tokens: LossTokens, mode: Aggregation, whole: LossTokens | None = 
 
 
 @every_loss
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=lengths, seed=seeds, mode=modes, order=st.randoms(use_true_random=False), cuts=st.lists(st.integers(0, 6))
 )
@@ -104,37 +105,6 @@ def test_loss_gradient_and_marks_do_not_depend_on_micro_batches_or_row_order(
     for mark, values_N in terms.marks.items():
         shuffled = pick(replace(tokens, advantages_N=values_N), rows).advantages_N
         torch.testing.assert_close(torch.cat([terms.marks[mark] for _, _, terms in ran]), shuffled)
-
-
-@every_loss
-@settings(max_examples=10, deadline=None)
-@given(lengths=lengths, seed=seeds, mode=modes, columns=st.integers(5, 12))
-def test_loss_and_gradient_do_not_depend_on_padding(
-    name: str, lengths: list[int], seed: int, mode: Aggregation, columns: int
-) -> None:
-    """Puts tokens at random places of a wide matrix, with NaN around them."""
-    options = options_of(name)
-    tokens = make_tokens(lengths, seed)
-    generator = torch.Generator().manual_seed(seed)
-    mask_BT = torch.zeros(len(lengths), columns, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        mask_BT[row, torch.randperm(columns, generator=generator)[:length]] = True
-
-    def padded(values_N: Tensor) -> Tensor:
-        return torch.where(mask_BT, unflatten(values_N, mask_BT), torch.nan)
-
-    current_BT = padded(tokens.current_logprobs_N).requires_grad_()
-    columns_N = {"current_logprobs_N": flatten(current_BT, mask_BT)[0]} | {
-        column: flatten(padded(getattr(tokens, column)), mask_BT)[0] for column in COLUMNS
-    }
-    flat = select(LossTokens(**columns_N, lengths_B=mask_BT.sum(1)), options)
-    loss = policy_loss_sum(policy_loss(flat, options), shares_of(flat, mode))
-    loss.backward()
-    tokens = select(tokens, options)
-    want, want_N, _ = run(tokens, options, shares_of(tokens, mode))
-    torch.testing.assert_close(loss.detach(), want)
-    assert current_BT.grad is not None
-    torch.testing.assert_close(current_BT.grad, unflatten(want_N, mask_BT))
 
 
 @every_loss
@@ -298,13 +268,76 @@ def test_behavior_weights_multiply_losses_that_read_them(name: str) -> None:
     torch.testing.assert_close(got_N, want_N * factor_N)
 
 
-@every_loss
-def test_tensors_of_different_shapes_fail_an_assertion(name: str) -> None:
-    tokens = select(make_tokens([3, 2], 0), options_of(name))
-    with pytest.raises(AssertionError):
-        replace(tokens, advantages_N=tokens.advantages_N[:4])
-    with pytest.raises(AssertionError):
-        policy_loss(replace(tokens, lengths_B=torch.tensor([3, 1])), options_of(name))
-    other = None if tokens.chosen_N is not None else torch.ones(5, dtype=torch.bool)
-    with pytest.raises(AssertionError):
-        policy_loss(replace(tokens, chosen_N=other), options_of(name))
+# ---- tokens chosen over the whole batch ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths, seed=seeds, fraction=st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
+def test_clip_cov_draws_its_quota_of_candidates(lengths: list[int], seed: int, fraction: float) -> None:
+    tokens = make_tokens(lengths, seed)
+    options = ClipCovOptions(fraction=fraction, covariance_low=0.0, covariance_high=9.0)
+    everyone = options.model_copy(update={"fraction": 1.0})
+    candidates_N = select_clip_cov(tokens, everyone, seed=0)
+    chosen_N = select_clip_cov(tokens, options, seed=seed)
+    assert not (chosen_N & ~candidates_N).any()
+    quota = max(1, int(fraction * sum(lengths)))
+    assert int(chosen_N.sum()) == min(quota, int(candidates_N.sum()))
+    assert torch.equal(chosen_N, select_clip_cov(tokens, options, seed=seed))
+
+
+def test_clip_cov_draws_candidates_uniformly() -> None:
+    tokens = make_tokens([8, 8, 8], 4)
+    options = ClipCovOptions(fraction=1e-4, covariance_low=0.0, covariance_high=9.0)
+    candidates_N = select_clip_cov(tokens, options.model_copy(update={"fraction": 1.0}), seed=0)
+    counts_N = torch.stack([select_clip_cov(tokens, options, seed=seed) for seed in range(600)]).double().sum(0)
+    expected = 600 / int(candidates_N.sum())
+    assert int(candidates_N.sum()) >= 4
+    assert (counts_N[candidates_N] - expected).abs().max() < 5 * math.sqrt(expected)
+    assert counts_N[~candidates_N].sum() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths, seed=seeds, fraction=st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
+def test_kl_cov_chooses_the_largest_covariances(lengths: list[int], seed: int, fraction: float) -> None:
+    tokens = make_tokens(lengths, seed)
+    chosen_N = select_kl_cov(tokens, KlCovOptions(fraction=fraction), seed=0)
+    total = sum(lengths)
+    assert int(chosen_N.sum()) == min(total, max(1, int(fraction * total)))
+    pairs = list(zip(tokens.advantages_N.tolist(), tokens.current_logprobs_N.tolist(), strict=True))
+    middle = [sum(column) / total for column in zip(*pairs, strict=True)]
+    covariances = [(advantage - middle[0]) * (logprob - middle[1]) for advantage, logprob in pairs]
+    order = sorted(range(total), key=lambda place: -covariances[place])
+    assert sorted(order[: int(chosen_N.sum())]) == torch.nonzero(chosen_N)[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("name", "choose"), [("clip_cov", select_clip_cov), ("kl_cov", select_kl_cov)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("column", ["current_logprobs_N", "advantages_N"])
+def test_tokens_that_are_not_finite_are_neither_averaged_nor_chosen(
+    name: str, choose: Callable[..., Tensor], bad: float, column: str
+) -> None:
+    options = options_of(name).model_copy(update={"fraction": 0.5})
+    tokens = make_tokens([5, 5], 9)
+    values_N = getattr(tokens, column).clone()
+    values_N[4] = bad
+    chosen_N = choose(replace(tokens, **{column: values_N}), options, seed=0)
+    left_N = torch.arange(10) != 4
+    assert not chosen_N[4]
+    expected_N = choose(tokens.kept(left_N), options.model_copy(update={"fraction": 5 / 9}), seed=0)
+    assert expected_N.any()
+    assert torch.equal(chosen_N[left_N], expected_N)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths, seed=seeds, threshold=st.sampled_from([1e-4, 0.01, 0.04, 0.2, 5.0]))
+def test_m2po_masks_as_few_tokens_as_possible(lengths: list[int], seed: int, threshold: float) -> None:
+    tokens = make_tokens(lengths, seed)
+    chosen_N = select_m2po(tokens, M2poOptions(threshold=threshold), seed=0)
+    log_ratios = (tokens.current_logprobs_N - tokens.behavior_logprobs_N).tolist()
+    region = [
+        place for place, advantage in enumerate(tokens.advantages_N.tolist()) if advantage * log_ratios[place] > 0
+    ]
+    kept = sorted(region, key=lambda place: abs(log_ratios[place]))
+    while kept and sum(log_ratios[place] ** 2 for place in kept) / len(kept) > threshold:
+        kept.pop()
+    assert set(torch.nonzero(chosen_N)[:, 0].tolist()) == set(region) - set(kept)

@@ -1,4 +1,4 @@
-"""Policy losses against golden values and numbers worked out by hand, and their options."""
+"""Policy losses and their selections against golden values and numbers worked out by hand, and their options."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.trainer.batch.ragged import spread
+from tandem.trainer.policy_losses.covariance import select_kl_cov
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
+from tandem.trainer.policy_losses.m2po import select_m2po
 from tandem.trainer.policy_losses.options import (
-    ClippedSurrogateOptions,
+    ClipCovOptions,
     DroOptions,
     GmpoOptions,
     GspoOptions,
+    KlCovOptions,
     LossOptions,
+    M2poOptions,
     ToprOptions,
     TruncatedImportanceOptions,
     loss_models,
 )
-from tandem.trainer.policy_losses.registry import policy_loss
-from tests.support.golden_cases import GoldenCase, golden_cases
-from tests.support.loss_tokens import float64, listed_tokens, losses_and_gradients, make_tokens, select
-from tests.support.padded import flatten
+from tandem.trainer.policy_losses.registry import find_loss, policy_loss
+from tests.support.golden_cases import GoldenCase, flatten, golden_cases
+from tests.support.loss_tokens import float64, listed_tokens, losses_and_gradients, make_tokens, options_of, select
 from tests.trainer.test_aggregation import golden_shares
 
 RAGGED = st.lists(st.integers(0, 6), min_size=1, max_size=6)
@@ -144,16 +147,6 @@ def test_policy_loss_agrees_with_golden_values(case: GoldenCase) -> None:
                 assert mean <= case.metrics[metric] + 1e-7
 
 
-def test_plain_ppo_is_the_surrogate_without_the_lower_bound() -> None:
-    """Compares with −min(ρA, clip(ρ)A)."""
-    log_ratio_N = float64([-0.5, -0.1, 0.1, 0.5, 3.0] * 2)
-    tokens = listed_tokens(log_ratio_N.tolist(), proximal=[0.0] * 10, advantages=[2.0] * 5 + [-2.0] * 5)
-    losses_N, _, marks = losses_and_gradients(tokens, ClippedSurrogateOptions(dual_clip=0))
-    ratio_N, advantages_N = log_ratio_N.exp(), tokens.advantages_N
-    torch.testing.assert_close(losses_N, -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(0.8, 1.2) * advantages_N))
-    assert set(marks) == {"ppo_kl", "clipped"}
-
-
 def test_gmpo_marks_the_tokens_it_clips() -> None:
     """The loss of a clipped token's row does not depend on the token's log-prob."""
     tokens = listed_tokens(
@@ -190,13 +183,6 @@ def test_gspo_has_the_gradient_of_its_sequence_form() -> None:
     torch.testing.assert_close(token_form_N, current_N.grad)
 
 
-def test_dro_values() -> None:
-    tokens = listed_tokens([-1.0, -2.0], proximal=[-1.5, -1.0], advantages=[2.0, -1.0], weights=[1.0, 3.0])
-    losses_N, gradient_N, _ = losses_and_gradients(tokens, DroOptions(beta=0.4))
-    torch.testing.assert_close(losses_N, float64([2.0 + 0.2 * 0.25, 3.0 * (-2.0 + 0.2)]))
-    torch.testing.assert_close(gradient_N, float64([-2.0 + 0.4 * 0.5, 3.0 * (1.0 - 0.4)]))
-
-
 @any_tokens
 @given(lengths=RAGGED, seed=st.integers(0, 99), beta=st.floats(0.05, 3.0))
 def test_dro_has_the_gradient_of_the_squared_error_of_the_advantage(lengths: list[int], seed: int, beta: float) -> None:
@@ -206,44 +192,32 @@ def test_dro_has_the_gradient_of_the_squared_error_of_the_advantage(lengths: lis
     torch.testing.assert_close(losses_and_gradients(tokens, DroOptions(beta=beta))[1], want_N)
 
 
-def test_dro_without_its_penalty_is_reinforce() -> None:
-    tokens = make_tokens([3, 4], 1)
-    want_N = -tokens.advantages_N * tokens.current_logprobs_N * tokens.behavior_weights_N
-    torch.testing.assert_close(losses_and_gradients(tokens, DroOptions(beta=0.0))[0], want_N)
-
-
-def test_topr_values() -> None:
-    half = math.log(2.0) / 2
-    # Rows: A > 0 and more likely; A < 0 and half as likely as when sampled; A < 0 and more likely; empty.
-    tokens = listed_tokens(
-        [-1.0, -2.0, -1.0, -2.0, -1.0],
-        behavior=[-3.0, -5.0, -1.0 + half, -2.0 + half, -1.5],
-        advantages=[2.0, 2.0, -1.0, -1.0, -3.0],
-        lengths=[2, 2, 0, 1],
-        weights=[9.0] * 5,
-    )
+@any_tokens
+@given(lengths=RAGGED, seed=st.integers(0, 99))
+def test_topr_multiplies_reinforce_by_the_ratio_of_a_bad_row_of_at_most_1(lengths: list[int], seed: int) -> None:
+    tokens = make_tokens(lengths, seed)
     losses_N, gradient_N, marks = losses_and_gradients(tokens, ToprOptions())
-    torch.testing.assert_close(losses_N, float64([2.0, 4.0, -0.5, -1.0, -3.0]))
-    torch.testing.assert_close(gradient_N, float64([-2.0, -2.0, 0.5, 0.5, 3.0]))
-    assert marks["clipped"].tolist() == [False, False, False, False, True]
+    logprobs = (tokens.current_logprobs_N.split(lengths), tokens.behavior_logprobs_N.split(lengths))
+    ratios = [float((current_T - behavior_T).sum().exp()) for current_T, behavior_T in zip(*logprobs, strict=True)]
+    ratio_N, bad_N = spread(float64(ratios), tokens.lengths_B), tokens.advantages_N < 0
+    want_N = -tokens.advantages_N * torch.where(bad_N, ratio_N.clamp(max=1.0), 1.0)
+    torch.testing.assert_close(gradient_N, want_N)
+    torch.testing.assert_close(losses_N, want_N * tokens.current_logprobs_N)
+    assert torch.equal(marks["clipped"], bad_N & (ratio_N > 1))
 
 
 @any_tokens
-@given(lengths=RAGGED, seed=st.integers(0, 99))
-def test_topr_is_reinforce_for_positive_advantages_and_bounded_by_it_for_negative(
-    lengths: list[int], seed: int
+@given(lengths=RAGGED, seed=st.integers(0, 99), cap=st.sampled_from([0.9, 1.2, 1e9]))
+def test_truncated_importance_multiplies_reinforce_by_the_ratio_of_at_most_the_cap(
+    lengths: list[int], seed: int, cap: float
 ) -> None:
     tokens = make_tokens(lengths, seed)
-    _, gradient_N, _ = losses_and_gradients(tokens, ToprOptions())
-    good_N = tokens.advantages_N >= 0
-    torch.testing.assert_close(gradient_N[good_N], -tokens.advantages_N[good_N])
-    assert (gradient_N[~good_N] > 0).all()
-    assert (gradient_N[~good_N] <= -tokens.advantages_N[~good_N]).all()
-
-
-def test_topr_has_no_gradient_for_a_bad_answer_that_became_unlikely() -> None:
-    tokens = listed_tokens([-900.0, -1.0], behavior=[-1.0, -1.0], advantages=[-1.0, -1.0])
-    assert losses_and_gradients(tokens, ToprOptions())[1].tolist() == [0.0, 0.0]
+    losses_N, gradient_N, marks = losses_and_gradients(tokens, TruncatedImportanceOptions(cap=cap))
+    ratio_N = (tokens.current_logprobs_N - tokens.behavior_logprobs_N).exp()
+    want_N = -ratio_N.clamp(max=cap) * tokens.advantages_N
+    torch.testing.assert_close(gradient_N, want_N)
+    torch.testing.assert_close(losses_N, want_N * tokens.current_logprobs_N)
+    assert torch.equal(marks["clipped"], ratio_N > cap)
 
 
 def test_topr_propagates_a_nan_of_the_sampler_where_it_reads_it() -> None:
@@ -261,65 +235,100 @@ def test_topr_sums_log_ratios_of_a_row_precisely() -> None:
     assert losses_N[1].item() == pytest.approx(-0.5 * math.exp(-0.5))
 
 
-def test_truncated_importance_values() -> None:
+# ---- tokens chosen over the whole batch ----
+
+
+with_selection = pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
+
+
+@with_selection
+def test_a_loss_with_a_selection_refuses_to_run_without_it(name: str) -> None:
+    with pytest.raises(AssertionError, match=f"select_{name}"):
+        find_loss(name).function(make_tokens([3], 0), options_of(name))
+
+
+@with_selection
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_an_empty_batch_has_no_chosen_tokens(name: str, lengths: list[int]) -> None:
+    chosen_N = select(make_tokens(lengths, 0), options_of(name)).chosen_N
+    assert chosen_N is not None and chosen_N.shape == (0,) and chosen_N.dtype == torch.bool
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_only_kl_cov_chooses_the_token_of_a_batch_of_one(name: str) -> None:
+    chosen_N = select(make_tokens([1], 0), options_of(name)).chosen_N
+    assert chosen_N is not None and chosen_N.tolist() == [name == "kl_cov"]
+
+
+def test_clip_cov_does_not_choose_tokens_that_ppo_clips() -> None:
+    # Ratio 2 with A > 0 is clipped to 1.2, ratio ½ with A < 0 to 0.8; the other two are not.
+    up, down = math.log(2.0), -math.log(2.0)
     tokens = listed_tokens(
-        [-1.0, -1.0, -2.0],
-        behavior=[-1.0 - math.log(8.0), -1.0 + math.log(2.0), -2.0 - math.log(3.0)],
-        proximal=[0.0, 0.0, 0.0],
-        advantages=[1.0, 1.0, -2.0],
-        weights=[9.0] * 3,
+        [-1.0, -1.0, -3.0, -3.0],
+        proximal=[-1.0 - up, -1.0 - down, -3.0 - down, -3.0 - up],
+        advantages=[1.0, 1.0, -1.0, -1.0],
     )
-    losses_N, gradient_N, marks = losses_and_gradients(tokens, TruncatedImportanceOptions(cap=4.0))
-    torch.testing.assert_close(losses_N, float64([4.0, 0.5, -12.0]))
-    torch.testing.assert_close(gradient_N, float64([-4.0, -0.5, 6.0]))
-    assert marks["clipped"].tolist() == [True, False, False]
+    options = ClipCovOptions(fraction=1.0, covariance_low=0.5, covariance_high=2.0)
+    losses_N, gradient_N, marks = losses_and_gradients(tokens, options)
+    assert marks["chosen"].tolist() == [False, True, False, True]
+    torch.testing.assert_close(losses_N, float64([-1.2, 0.0, 0.8, 0.0]))
+    assert gradient_N.tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert marks["clipped"].all()
 
 
-@any_tokens
-@given(lengths=RAGGED, seed=st.integers(0, 99))
-def test_truncated_importance_without_a_cap_is_importance_sampling(lengths: list[int], seed: int) -> None:
-    tokens = make_tokens(lengths, seed)
-    want_N = -(tokens.current_logprobs_N - tokens.behavior_logprobs_N).exp() * tokens.advantages_N
-    torch.testing.assert_close(losses_and_gradients(tokens, TruncatedImportanceOptions(cap=1e9))[1], want_N)
+def test_kl_cov_chooses_the_first_of_equal_covariances() -> None:
+    tokens = listed_tokens([-1.0] * 6, advantages=[2.0] * 6)
+    assert select_kl_cov(tokens, KlCovOptions(fraction=0.5), seed=0).tolist() == [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize("name", list(loss_models()))
-def test_default_options_are_valid_and_survive_json(name: str) -> None:
-    model = loss_models()[name]
-    options = model()
-    assert options.name == name
-    assert model.model_validate_json(options.model_dump_json()) == options
-    with pytest.raises(ValueError, match="frozen"):
-        options.name = name  # type: ignore[misc, assignment]
-    for values, place in (({"name": "ppo"}, "name"), ({"unheard_of": 1}, "unheard_of")):
-        with pytest.raises(ValidationError, match=rf"\n{place}\n"):
-            model.model_validate(values)
+@with_selection
+def test_no_tokens_are_chosen_if_none_are_finite(name: str) -> None:
+    tokens = select(listed_tokens([math.nan] * 3, advantages=[1.0, -1.0, 2.0]), options_of(name))
+    assert tokens.chosen_N is not None and not tokens.chosen_N.any()
 
 
-NUMBERS = [
-    (name, field)
-    for name, model in loss_models().items()
-    for field, info in model.model_fields.items()
-    if info.annotation is float
-]
+def test_m2po_values() -> None:
+    # Log-ratios 0.1, 0.3, 0.5 and −0.4 are in the region. Their squares 0.01, 0.09, 0.25 and 0.16 average 0.1275;
+    # without the largest 0.0867, without the two largest 0.05. A token with A > 0 and log-ratio −0.9, one with A < 0
+    # and a ratio above 1, and one with A = 0 are outside the region.
+    ratios = [0.1, 0.3, 0.5, -0.4, -0.9, 2.0, 3.0]
+    advantages = [1.0, 2.0, 1.0, -1.0, 1.0, -1.0, 0.0]
+    tokens = listed_tokens(
+        [-4.0] * 7, behavior=[-4.0 - ratio for ratio in ratios], advantages=advantages, weights=[9.0] * 7
+    )
+    for threshold, masked in [(0.13, []), (0.1, [2]), (0.06, [2, 3]), (0.02, [1, 2, 3]), (0.001, [0, 1, 2, 3])]:
+        options = M2poOptions(threshold=threshold)
+        losses_N, gradient_N, marks = losses_and_gradients(tokens, options)
+        assert torch.nonzero(marks["clipped"])[:, 0].tolist() == masked, threshold
+        want = [
+            0.0 if place in masked else -math.exp(ratio) * advantage
+            for place, (ratio, advantage) in enumerate(zip(ratios, advantages, strict=True))
+        ]
+        torch.testing.assert_close(losses_N, float64(want))
+        torch.testing.assert_close(gradient_N, float64(want))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
-@pytest.mark.parametrize(("name", "field"), NUMBERS)
-def test_options_that_are_not_finite_numbers_are_refused(name: str, field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=rf"\n{field}\n"):
-        loss_models()[name].model_validate({field: value})
+def test_m2po_treats_equal_log_ratios_alike() -> None:
+    tokens = listed_tokens([-4.0] * 4, behavior=[-4.0, -4.125, -4.25, -4.25], advantages=[1.0] * 4)
+    # The squares are 1/64, 1/16 and 1/16. Masking one of the last two would meet 0.04, but both are masked. The first
+    # token's ratio is 1, which is outside the region.
+    assert select_m2po(tokens, M2poOptions(threshold=0.04), seed=0).tolist() == [False, False, True, True]
+    assert not select_m2po(tokens, M2poOptions(threshold=3 / 64), seed=0).any()
+
+
+def test_m2po_masks_an_infinite_log_ratio_first() -> None:
+    tokens = listed_tokens([-math.inf, -1.1, math.nan], behavior=[-1.0, -1.0, -1.0], advantages=[-1.0, -1.0, 1.0])
+    assert select_m2po(tokens, M2poOptions(), seed=0).tolist() == [True, False, False]
+
+
+# ---- options ----
 
 
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("gspo", {"clip_hihg": 0.1}, "clip_hihg\n  Extra inputs"),
-        ("reinforce", {"beta": 1}, "beta\n  Extra inputs"),
         ("cispo", {"clip_low": 1.5}, "clip_low\n  Input should be less than or equal to 1"),
-        ("clipped_surrogate", {"dual_clip": 0.5}, "must be above 1, or 0 to switch it off"),
         ("sapo", {"temperature_positive": 0}, "temperature_positive\n  Input should be greater than 0"),
-        ("clip_cov", {"covariance_low": 5.0}, "covariance_low .* must lie below covariance_high"),
     ],
 )
 def test_options_out_of_bounds_are_refused(name: str, values: dict[str, Any], message: str) -> None:
