@@ -14,7 +14,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BareName:
     """Reads a bare string as the value of `key`: `loss = "gspo"` for `loss = { name = "gspo" }`. A table without that
     key has the value `default`.

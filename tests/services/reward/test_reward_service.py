@@ -68,10 +68,10 @@ def test_token_rewards_are_kept(buffer: Buffer) -> None:
         first, second, third = collect(buffer, 1)[group_id].scored_rows
     assert (first.reward, second.reward, third.reward) == (1.5, 0.0, None)
     for row in (first, third):  # also without a score
-        assert row.token_rewards is not None
-        np.testing.assert_array_equal(row.token_rewards[0], earned[0])
+        assert row.trajectory.token_rewards is not None
+        np.testing.assert_array_equal(row.trajectory.token_rewards[0], earned[0])
         assert row.trajectory.earned_reward == 0.5
-    assert second.token_rewards is None
+    assert second.trajectory.token_rewards is None
 
 
 def test_earned_rewards_are_a_component_of_every_row_of_their_group(buffer: Buffer, tmp_path: Path) -> None:
