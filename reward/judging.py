@@ -29,11 +29,7 @@ def judge_each(
     scheduler: InterpreterScheduler | None,
 ) -> list[Score]:
     """Judges in this thread, in time slices by priority. Without a scheduler, judges at once."""
-
-    def judge_wanted(item: ScoreItem) -> Score:
-        return CANCELLED if cancellation is not None and cancellation.cancelled else judge(item)
-
-    one = judge if cancellation is None else judge_wanted
+    one = judge if cancellation is None else lambda item: CANCELLED if cancellation.cancelled else judge(item)
     return [one(item) for item in items] if scheduler is None else scheduler.run_each(priority, one, items)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from typing import cast
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
 from tandem.protos.contracts import Parameter, ScorerInfo
@@ -26,7 +26,7 @@ from tandem.protos.plugins import find_plugins
 from tandem.reward import scorers
 from tandem.reward.contracts import AnyJudge, Isolation, Scorer
 from tandem.reward.options.errors import explain
-from tandem.reward.options.tree import attribute_docs, shape_of, summary, type_words
+from tandem.reward.options.tree import attribute_docs, default_of, shape_of, summary, type_words
 from tandem.reward.workers.function import load_function, source_version
 
 RUBRIC = "rubric"
@@ -150,11 +150,9 @@ def make_scorer(scorer: str, arguments: Mapping[str, object], place: str = "rewa
 
 def preload(modules: Iterable[str]) -> None:
     """Imports what a judge will need. A missing module is left for the judge to report."""
-    for module in modules:
-        try:
+    with suppress(ImportError):
+        for module in modules:
             import_module(module)
-        except ImportError:
-            return
 
 
 def arguments_json(arguments: Mapping[str, object], place: str) -> str:
@@ -168,23 +166,13 @@ def arguments_json(arguments: Mapping[str, object], place: str) -> str:
 
 
 def describe() -> list[ScorerInfo]:
-    """Every scorer, in the order of their names."""
-    return [_describe(name, kind) for name, kind in SCORERS.items()]
-
-
-def _describe(name: str, kind: type[Scorer]) -> ScorerInfo:
-    docs = attribute_docs(kind)
-    parameters = [
-        Parameter(
-            info.alias or field, type_words(shape_of(info)).replace("`", ""), _default_json(info), docs.get(field, "")
-        )
-        for field, info in kind.model_fields.items()
-    ]
-    parameters.sort(key=lambda parameter: parameter.default != "")  # those that must be given come first
-    return ScorerInfo(name, kind.VERSION, summary(kind), tuple(parameters), kind.ISOLATION)
-
-
-def _default_json(info: FieldInfo) -> str:
-    if info.is_required():
-        return ""
-    return to_json(info.get_default(call_default_factory=True), inf_nan_mode="constants").decode()
+    """Every scorer, in the order of their names. Parameters that must be given come first."""
+    infos = []
+    for name, kind in SCORERS.items():
+        docs, parameters = attribute_docs(kind), []
+        for field, info in sorted(kind.model_fields.items(), key=lambda one: not one[1].is_required()):
+            words = type_words(shape_of(info)).replace("`", "")
+            default = "" if info.is_required() else to_json(default_of(info), inf_nan_mode="constants").decode()
+            parameters.append(Parameter(info.alias or field, words, default, docs.get(field, "")))
+        infos.append(ScorerInfo(name, kind.VERSION, summary(kind), tuple(parameters), kind.ISOLATION))
+    return infos

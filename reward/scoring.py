@@ -19,15 +19,13 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.contracts import BatchJudge, Judge
 from tandem.reward.judging import RemoteJudges, judge_each
-from tandem.reward.options.toml import toml_value
+from tandem.reward.options.tree import toml_of
 from tandem.reward.registry import ScorerSpec, describe
 from tandem.reward.rubric.rubric import Catalogue, Rubric
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.workers.pool import ScorerPool
-
-__all__ = ["CompiledRubric", "Priority", "ScoringCore", "validate"]
 
 MAX_RUBRICS = 256
 """Cached rubrics of clients."""
@@ -155,18 +153,14 @@ class ScoringCore:
             place = "reward.scorer "
         for name, spec in [*self._catalogue.declared.items(), *rubric.named_specs()]:
             self._prepare(name, spec, start)
-        for spec in {spec.key: spec for spec in rubric.specs()}.values():
-            self._check_in_pool(spec, place)
-        for name, spec in self._catalogue.declared.items():
-            self._check_in_pool(spec, f"reward.scorers.{name}.scorer ")
+        places = {spec: f"reward.scorers.{name}.scorer " for name, spec in self._catalogue.declared.items()}
+        for spec, where in {**places, **dict.fromkeys(rubric.specs(), place)}.items():
+            try:
+                if spec.runs_in_pool:
+                    self._get_pool().load(spec)
+            except ScorerError as error:
+                raise ScorerError(f"{where}{error}") from None
         return self._compiled(rubric, text)
-
-    def _check_in_pool(self, spec: ScorerSpec, place: str) -> None:
-        try:
-            if spec.runs_in_pool:
-                self._get_pool().load(spec)
-        except ScorerError as error:
-            raise ScorerError(f"{place}{error}") from None
 
     def _compiled_for_client(self, text: str) -> CompiledRubric:
         made = self._compiled(Rubric.parse(text, allowed=self._clients), text)
@@ -314,5 +308,5 @@ def _read(file: str) -> str:
 
 
 def _as_rubric(config: RewardConfig) -> str:
-    arguments = f"arguments = {toml_value(config.arguments)}\n" if config.arguments else ""
-    return f"[[components]]\nscorer = {toml_value(config.scorer)}\n{arguments}"
+    arguments = f"arguments = {toml_of(config.arguments)}\n" if config.arguments else ""
+    return f"[[components]]\nscorer = {toml_of(config.scorer)}\n{arguments}"

@@ -17,8 +17,7 @@ from tandem.reward.endpoints.endpoint import Endpoint, EndpointSession
 from tandem.reward.endpoints.http_client import Fault, check_url, read_json, wait_in_queue, with_retries
 from tandem.reward.endpoints.limits import RateLimit, RateLimiter, SpendMeter, Taken
 from tandem.reward.scheduling.priority_queue import Priority
-from tandem.reward.text.prompt_text import PromptTemplate, item_values
-from tandem.reward.text.verdict import NoVerdictError, VerdictReader
+from tandem.reward.text.judge_text import NoVerdictError, PromptTemplate, VerdictReader, item_values
 
 _LARGEST_PROMPT_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 3  # for rate estimates: realistic in most languages, overestimates the tokens of English

@@ -28,7 +28,8 @@ def explain(root: type[BaseModel], error: ValidationError, place: str = "") -> s
         if kind == "union_tag_not_found":
             return f"{where}.{shape.chooser} is missing; there are {', '.join(shape.models)}"
     if kind == "literal_error" and isinstance(fault["input"], str) and not (shape is not None and shape.is_union):
-        return f"{where}: there is no {shown(fault['input'])}{did_you_mean(fault['input'], _choices(fault))}"
+        choices = [word.strip(" '") for word in fault["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        return f"{where}: there is no {shown(fault['input'])}{did_you_mean(fault['input'], choices)}"
     message = fault["msg"].removeprefix("Value error, ")
     if kind in _OWN_MESSAGE:
         about_table = isinstance(fault["input"], dict | BaseModel) or kind == "json_invalid"
@@ -38,7 +39,7 @@ def explain(root: type[BaseModel], error: ValidationError, place: str = "") -> s
         message = "should be a finite number"
     elif shape is not None:
         message = f"should be {_with_article(type_words(shape).replace('`', ''))}"
-    got = f"{shown(fault['input'])} in it" if location.inside else shown(fault["input"])
+    got = f"{shown(fault['input'])} in it" if location.inside and kind != "missing" else shown(fault["input"])
     return f"{where}: {message} (got {got}){_how_to_write(where, shape, fault)}"
 
 
@@ -70,10 +71,6 @@ def _unknown_name(place: str, shape: Shape, name: str) -> str:
     guessed = shape.bare.elsewhere.get(name.lower()) if shape.bare is not None else None
     meant = f"; did you mean {guessed}?" if guessed else did_you_mean(name, shape.models)
     return f"{place}: there is no {name!r}{meant}"
-
-
-def _choices(fault: ErrorDetails) -> list[str]:
-    return [word.strip(" '") for word in fault["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
 def _how_to_write(place: str, shape: Shape | None, fault: ErrorDetails) -> str:

@@ -1,4 +1,5 @@
-"""The tables and keys that a pydantic model of options describes: recipe, arguments of a scorer, file of a rubric.
+"""The tables and keys that a pydantic model of options describes: recipe, arguments of a scorer, file of a rubric; and
+values written as TOML.
 
 Shapes are read from annotations, documentation from docstrings: of a class its summary, of a field the string below it.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -218,12 +221,7 @@ def type_words(shape: Shape) -> str:
             limits.append("that is not empty")
         elif getattr(rule, "pattern", None):
             limits.append(f"like `{rule.pattern}`")
-    return " ".join([_table_words(shape) or _words(shape.annotation, _length(shape)), ", ".join(limits)]).strip()
-
-
-def _length(shape: Shape) -> int:
-    lengths = [rule for rule in shape.rules if isinstance(rule, annotated_types.Len)]
-    return lengths[0].min_length if lengths and lengths[0].max_length else 0
+    return " ".join([_table_words(shape) or _words(shape.annotation), ", ".join(limits)]).strip()
 
 
 def _table_words(shape: Shape) -> str:
@@ -232,7 +230,7 @@ def _table_words(shape: Shape) -> str:
     return f"{shape.bare.key} or table" if shape.bare is not None else "table"
 
 
-def _words(annotation: Any, length: int = 0) -> str:
+def _words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(arguments[0])
@@ -243,7 +241,7 @@ def _words(annotation: Any, length: int = 0) -> str:
     if origin is tuple and arguments[-1] is not Ellipsis:
         return f"list of {len(arguments)} {_plural(arguments[0])}"
     if origin in (tuple, list):
-        return f"list of {f'{length} ' if length else ''}{_plural(arguments[0])}"
+        return f"list of {_plural(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     if origin in (dict, Mapping):
@@ -281,3 +279,24 @@ def _own_docs(kind: type) -> dict[str, str]:
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
             docs[one.target.id] = " ".join(after.value.value.split())
     return docs
+
+
+def toml_of(value: object) -> str:
+    """A value as TOML text. Keys without a value are left out, since TOML cannot express them."""
+    if isinstance(value, Mapping):
+        items = (f"{_toml_key(key)} = {toml_of(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_of, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return _toml_text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    """A JSON string is a TOML basic string, except for DEL, which TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

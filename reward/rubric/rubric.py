@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from annotated_types import Len
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.error_text import did_you_mean, printable, shown
@@ -195,7 +195,14 @@ def _clipped(value: float, clip: Range | None) -> float:
     return value if clip is None else min(max(value, clip[0]), clip[1])
 
 
-_Pair = Annotated[list[float], Len(2, 2)]
+def _ordered(ends: Range) -> Range:
+    if ends[0] > ends[1]:
+        raise ValueError("the lower end comes first")
+    return ends
+
+
+_Ends = Annotated[Range, Strict(False)]  # TOML has no tuples
+_Clip = Annotated[_Ends, AfterValidator(_ordered)]
 
 
 class _Table(BaseModel):
@@ -209,15 +216,15 @@ class _ComponentTable(_Table):
     weight: float = 1.0
     gate: bool = False
     pass_at: float | None = None
-    data_sources: list[str] | None = None
-    from_: _Pair | None = Field(default=None, alias="from")
-    to: _Pair | None = None
-    clip: _Pair | None = None
+    data_sources: Annotated[tuple[str, ...], Strict(False)] | None = None
+    from_: _Ends | None = Field(default=None, alias="from")
+    to: _Ends | None = None
+    clip: _Clip | None = None
     optional: bool = False
 
 
 class _RubricTable(_Table):
-    clip: _Pair | None = None
+    clip: _Clip | None = None
     components: Annotated[list[_ComponentTable], Len(1)]
 
 
@@ -242,30 +249,26 @@ class _Parser:
     def __init__(self, file: _File, allowed: Catalogue) -> None:
         self._file = file
         self._allowed = allowed
-        self._made: dict[str, tuple[Rubric, int]] = {}
+        self._made: dict[str, Rubric] = {}
 
     def rubric(self, path: tuple[str, ...], place: str) -> Rubric:
         """The rubric at a path of names. The empty path is the rubric of the file itself."""
         table = self._file.rubrics[path[-1]] if path else self._file
-        components: list[Component] = []
-        number_of_scorers = 0
+        components: dict[str, Component] = {}
         for number, one in enumerate(table.components):
-            component, scorers = self._component(one, path, f"{place}components[{number}]")
-            taken = next((n for n, other in enumerate(components) if other.name == component.name), None)
-            if taken is not None:
+            component = self._component(one, path, f"{place}components[{number}]")
+            if component.name in components:
+                taken = list(components).index(component.name)
                 told = f"{component.name!r} is already the name of components[{taken}]; give each its own"
                 raise ScorerError(f"{place}components[{number}].name: {told}")
-            components.append(component)
-            number_of_scorers += scorers
-            if number_of_scorers > MAX_SCORERS:
-                raise ScorerError(f"{place}components: more than {MAX_SCORERS} scorers for one item")
-        made = Rubric(tuple(components), _range(table.clip, f"{place}clip"))
-        if path:
-            self._made[path[-1]] = made, number_of_scorers
+            components[component.name] = component
+        made = Rubric(tuple(components.values()), table.clip)
+        if len(made.specs()) > MAX_SCORERS:
+            raise ScorerError(f"{place}components: more than {MAX_SCORERS} scorers for one item")
         return made
 
-    def _component(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> tuple[Component, int]:
-        source, scorers = self._source(table, path, place)
+    def _component(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> Component:
+        source = self._source(table, path, place)
         if table.gate and table.optional:
             raise ScorerError(f"{place}.optional: a gate cannot be left out")
         if table.pass_at is not None and not table.gate:
@@ -278,19 +281,19 @@ class _Parser:
             weight=table.weight,
             gate=table.gate,
             pass_at=1.0 if table.pass_at is None else table.pass_at,
-            data_sources=None if table.data_sources is None else tuple(table.data_sources),
+            data_sources=table.data_sources,
             scale=_scale(table, place),
-            clip=_range(table.clip, f"{place}.clip"),
+            clip=table.clip,
             optional=table.optional,
         )
         if "/" in component.name or component.name in ("earned", "scorer") or len(component.name) > 64:
             told = "cannot be a name in the breakdown (no /, at most 64 characters, not earned, not scorer)"
             raise ScorerError(f"{place}.name: {component.name!r:.80} {told}")
-        return component, scorers
+        return component
 
-    def _source(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> tuple[ScorerSpec | Rubric, int]:
+    def _source(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> ScorerSpec | Rubric:
         if table.scorer != RUBRIC:
-            return self._allowed.spec(table.scorer, table.arguments, place), 1
+            return self._allowed.spec(table.scorer, table.arguments, place)
         name = table.arguments.get("name")
         if not isinstance(name, str) or set(table.arguments) != {"name"}:
             told = "scorer rubric takes name, the name of a table in rubrics, and nothing else"
@@ -304,7 +307,7 @@ class _Parser:
         if len(path) >= MAX_DEPTH:
             raise ScorerError(f"{place}.arguments.name: rubrics may be nested at most {MAX_DEPTH} deep")
         if name not in self._made:
-            self.rubric((*path, name), f"rubrics.{printable(name)}.")
+            self._made[name] = self.rubric((*path, name), f"rubrics.{printable(name)}.")
         return self._made[name]
 
 
@@ -314,18 +317,10 @@ def _default_name(table: _ComponentTable) -> str:
     return table.scorer.rpartition(":")[2] if is_import_path(table.scorer) else table.scorer
 
 
-def _range(pair: list[float] | None, place: str) -> Range | None:
-    if pair is None:
-        return None
-    if pair[0] > pair[1]:
-        raise ScorerError(f"{place}: the lower end comes first (got {pair})")
-    return pair[0], pair[1]
-
-
 def _scale(table: _ComponentTable, place: str) -> tuple[Range, Range] | None:
     if table.from_ is None or table.to is None:
         return None
     low, high = table.from_
     if low == high or not math.isfinite(high - low):
-        raise ScorerError(f"{place}.from: its ends must differ (got {table.from_})")
-    return (low, high), (table.to[0], table.to[1])
+        raise ScorerError(f"{place}.from: its ends must differ (got {[low, high]})")
+    return table.from_, table.to

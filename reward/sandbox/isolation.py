@@ -28,8 +28,6 @@ from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxError
 START_SECONDS = 30.0
 SPARE = 2
 """One for the answer, one for a test that calls it."""
-DISK_BYTES = 64 << 20
-"""Size of a sandbox's working folder."""
 
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
 _KINDS: tuple[type[Launcher], ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
@@ -129,7 +127,7 @@ class Isolation:
         return f"{self.name}{place}, {'with' if self.seccomp else 'without'} seccomp"
 
 
-_found: tuple[Isolation, type[Launcher] | None] | None = None
+_found: tuple[Isolation, type[Launcher]] | None = None
 """The isolation that was found, and its launcher class."""
 
 
@@ -138,8 +136,7 @@ def find_isolation() -> Isolation:
     if _found is not None:
         return _found[0]
     launcher, isolation = _start(layout_for())
-    if launcher is not None:
-        launcher.close()
+    launcher.close()
     return isolation
 
 
@@ -150,44 +147,38 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
-    if launcher is None:
-        if not allow_unsandboxed:
-            raise ScorerError(
-                f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): "
-                "`tandem doctor` says what would help; "
-                "allow_unsandboxed = true runs it without, if every answer can be trusted"
-            )
-        launcher = BareLauncher(layout, DISK_BYTES)
-    return SandboxPool(launcher, partial(type(launcher), layout, DISK_BYTES), seccomp=isolation.seccomp)
+    if isolation.name == "none" and not allow_unsandboxed:
+        told = f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)})"
+        remedy = "allow_unsandboxed = true runs it without, if every answer can be trusted"
+        raise ScorerError(f"{told}: `tandem doctor` says what would help; {remedy}")
+    return SandboxPool(launcher, partial(type(launcher), layout), seccomp=isolation.seccomp)
 
 
-def _start(layout: Layout) -> tuple[Launcher | None, Isolation]:
-    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call. Raises
-    ScorerError if isolation that worked before does not start now: `allow_unsandboxed` is for machines without one.
+def _start(layout: Layout) -> tuple[Launcher, Isolation]:
+    """Starts a launcher of the best isolation, which the first call finds. Raises ScorerError if isolation that worked
+    before does not start now: `allow_unsandboxed` is for machines without one.
     """
     global _found
     if _found is not None:
         isolation, known = _found
         try:
-            return known(layout, DISK_BYTES) if known else None, isolation
+            return known(layout), isolation
         except SandboxError as error:
             raise ScorerError(f"the isolation of this machine does not start: {isolation.name}: {error}") from None
     faults: dict[str, None] = {}
     for kind in _KINDS:
-        launcher = None
+        launcher: Launcher | None = None
         try:
-            launcher = kind(layout, DISK_BYTES)
-            isolation = Isolation(kind.name, _prove(launcher), tuple(faults), launcher.place)
+            launcher = kind(layout)
+            _found = Isolation(kind.name, _prove(launcher), tuple(faults), launcher.place), kind
+            return launcher, _found[0]
         except SandboxError as error:
             if launcher is not None:
                 launcher.close()
             faults[f"{kind.name}: {error}"] = None
-            continue
-        _found = isolation, kind
-        return launcher, isolation
-    isolation = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
-    _found = isolation, None
-    return None, isolation
+    bare = BareLauncher(layout)
+    _found = Isolation("none", _filters(bare), tuple(faults)), BareLauncher
+    return bare, _found[0]
 
 
 def _prove(launcher: Launcher) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.reward.sandbox.inside import wire
-from tandem.reward.sandbox.inside.zygote import USER, WORK_FOLDER
+from tandem.reward.sandbox.inside.zygote import DISK_BYTES, USER, WORK_FOLDER
 from tandem.reward.sandbox.layout import PACKAGES_FOLDER, Layout
 from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
 from tandem.reward.workers.child_process import ChildProcess
@@ -72,9 +72,8 @@ class Launcher:
     place = ""
     """The program of the machine that creates the sandboxes; empty if Tandem does."""
 
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._disk_bytes = disk_bytes
 
     def open(self, *, seccomp: bool) -> Sandbox:
         """Returns at once; the sandbox starts in the background. Raises SandboxError if none can be started."""
@@ -89,8 +88,8 @@ class ZygoteLauncher(Launcher):
 
     name: IsolationName = "namespaces"
 
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
-        super().__init__(layout, disk_bytes)
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         try:
             with _open_proc() as proc:
                 self._process = _start(partial(self._command, proc), [proc])
@@ -121,7 +120,7 @@ class ZygoteLauncher(Launcher):
         mine, theirs = socket.socketpair()
         try:
             with theirs:
-                wire.send(self._control, {"disk_bytes": self._disk_bytes}, descriptors=[theirs.fileno()])
+                wire.send(self._control, {}, descriptors=[theirs.fileno()])
         except OSError as error:
             mine.close()
             raise SandboxError(f"the process that makes sandboxes has ended: {error}") from None
@@ -137,9 +136,9 @@ class BubblewrapLauncher(ZygoteLauncher):
 
     name: IsolationName = "bubblewrap"
 
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.place = find_bubblewrap()
-        super().__init__(layout, disk_bytes)
+        super().__init__(layout)
 
     def _command(self, proc: int, descriptor: int) -> list[str]:
         zygote = _inside("serve", descriptor, self._layout.path, proc=proc)
@@ -154,17 +153,17 @@ class BubblewrapEachLauncher(Launcher):
 
     name: IsolationName = "bubblewrap"
 
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
-        super().__init__(layout, disk_bytes)
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._binary = find_bubblewrap()
         self.place = f"{self._binary}, once for every sandbox"
-        self._arguments = bubblewrap_arguments(layout, disk_bytes)
+        self._arguments = bubblewrap_arguments(layout, working_folder=True)
 
     def open(self, *, seccomp: bool) -> Sandbox:
         try:
             with _open_proc() as proc:
                 prefix = [*_entry(proc), self._binary, *self._arguments]
-                return _open_alone(prefix, self._layout.path, apart=True, seccomp=seccomp, proc=proc)
+                return _open_alone(prefix, self._layout.path, seccomp=seccomp, proc=proc)
         except OSError as error:
             raise SandboxError(str(error)) from None
 
@@ -180,12 +179,13 @@ class BareLauncher(Launcher):
         packages = [source for source, target in self._layout.binds if target.startswith(PACKAGES_FOLDER)]
         path = list(dict.fromkeys(map(os.path.dirname, packages)))
         folder = ScratchFolder("bare")
-        place = str(folder.path)
         try:
-            return _open_alone([], path, apart=False, seccomp=seccomp, folder=place, on_close=folder.close)
+            sandbox = _open_alone([], path, seccomp=seccomp, folder=str(folder.path))
         except SandboxError:
             folder.close()
             raise
+        sandbox.on_close = folder.close
+        return sandbox
 
 
 def find_bubblewrap() -> str:
@@ -197,9 +197,9 @@ def find_bubblewrap() -> str:
     return found
 
 
-def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
-    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones. `disk_bytes`:
-    size of the working folder; None: only the mount point is created.
+def bubblewrap_arguments(layout: Layout, *, working_folder: bool = False) -> list[str]:
+    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones. Without
+    `working_folder` only its mount point is created.
     """
     # With root, processes inside would be root outside too, and exempt from process limits: see `_entry`.
     user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
@@ -216,11 +216,8 @@ def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[
         arguments += ["--dev-bind", device, device]
     for hidden in filter(os.path.isdir, layout.hidden):
         arguments += ["--tmpfs", hidden, "--remount-ro", hidden]
-    if disk_bytes is None:
-        arguments += ["--dir", WORK_FOLDER]
-    else:
-        arguments += ["--size", str(disk_bytes), "--perms", "0777", "--tmpfs", WORK_FOLDER]
-    return [*arguments, "--remount-ro", "/", "--chdir", WORK_FOLDER, "--"]
+    arguments += ["--size", str(DISK_BYTES), "--perms", "0777", "--tmpfs"] if working_folder else ["--dir"]
+    return [*arguments, WORK_FOLDER, "--remount-ro", "/", "--chdir", WORK_FOLDER, "--"]
 
 
 def _entry(proc: int) -> list[str]:
@@ -266,20 +263,13 @@ def _inside_sources() -> bytes:
 
 
 def _open_alone(
-    prefix: Sequence[str],
-    path: Sequence[str],
-    *,
-    apart: bool,
-    seccomp: bool,
-    proc: int | None = None,
-    folder: str = "/",
-    on_close: Callable[[], None] = lambda: None,
+    prefix: Sequence[str], path: Sequence[str], *, seccomp: bool, proc: int | None = None, folder: str = "/"
 ) -> Sandbox:
     """Starts a sandbox whose first process has its own command, which begins with `prefix`. Raises SandboxError."""
     process: ChildProcess | None = None
     try:
         process = _start(
-            lambda descriptor: [*prefix, *_inside("serve_alone", descriptor, path, proc=proc, apart=apart)],
+            lambda descriptor: [*prefix, *_inside("serve_alone", descriptor, path, proc=proc)],
             [] if proc is None else [proc],
             folder=folder,
         )
@@ -289,7 +279,7 @@ def _open_alone(
         if process is not None:
             process.close()
         raise SandboxError(f"{(*prefix, *_PYTHON)[0]} cannot be started: {error}") from None
-    return Sandbox(process.connection, process, seccomp=seccomp, on_close=on_close)
+    return Sandbox(process.connection, process, seccomp=seccomp)
 
 
 def _start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:

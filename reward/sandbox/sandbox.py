@@ -32,17 +32,16 @@ class SandboxDiedError(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one run. The size of the working folder is a property of the sandbox."""
+    """Limits of one run."""
 
     cpu_seconds: float = 10.0
     """CPU time of the program, which does not depend on the load of the machine."""
     wall_seconds: float = 25.0
     """Wall-clock time, for programs that wait instead of computing."""
     memory_bytes: int = 1 << 30
-    """Address space of each process."""
-    processes: int = 1
-    """Maximum number of processes. With 1 and seccomp, a program cannot start another, which also bounds its memory."""
+    """Address space of each process. With seccomp a program cannot start another process."""
     threads: int = 64
+    """Maximum number of threads; without seccomp a program can start processes in place of them."""
     open_files: int = 64
     file_bytes: int = 16 << 20
     """Size of each file that the program writes."""
@@ -60,10 +59,6 @@ class Outcome:
     stdout: bytes
     stderr: bytes
     """The last bytes of standard error."""
-    cpu_seconds: float
-    wall_seconds: float
-    memory_bytes: int
-    """Peak memory, including the interpreter."""
 
     @property
     def killed(self) -> bool:
@@ -87,21 +82,14 @@ class Sandbox:
     """A channel to the first process of a sandbox. Used by one thread; closing it ends everything inside.
 
     `process`: was started for this sandbox; None if a zygote forked it. `seccomp`: whether system calls are filtered.
-    `on_close`: called after the sandbox has ended, once per `close`.
     """
 
-    def __init__(
-        self,
-        channel: socket.socket,
-        process: ChildProcess | None,
-        *,
-        seccomp: bool,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, channel: socket.socket, process: ChildProcess | None, *, seccomp: bool) -> None:
         self._channel = channel
         self._process = process
         self._seccomp = seccomp
-        self._on_close = on_close
+        self.on_close: Callable[[], None] = lambda: None
+        """Called after the sandbox has ended, once per `close`."""
         self._deadline = 0.0
         self._most_bytes = 0
         self.clean = True
@@ -171,8 +159,7 @@ class Sandbox:
             self.clean = False
             raise SandboxError(f"a program did not begin: {fault}")
         self.clean = header["clean"]
-        out, err = message.parts
-        return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
+        return Outcome(header["code"], header["stopped"], *message.parts)
 
     def run(self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"") -> Outcome:
         self.start(kind, texts, limits, stdin)
@@ -183,4 +170,4 @@ class Sandbox:
         self._channel.close()
         if self._process is not None:
             self._process.close(seconds=_EXIT_SECONDS)
-        self._on_close()
+        self.on_close()

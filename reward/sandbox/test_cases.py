@@ -214,11 +214,7 @@ def same_value(got: object, wanted: object, tolerance: float) -> bool:
         return by_text.keys() == wanted.keys() and all(
             same_value(by_text[key], wanted[key], tolerance) for key in wanted
         )
-    if (
-        isinstance(got, float | int)
-        and isinstance(wanted, float | int)
-        and isinstance(got, float) | isinstance(wanted, float)
-    ):
+    if isinstance(got, float | int) and isinstance(wanted, float | int) and float in (type(got), type(wanted)):
         try:
             return got == wanted or _close(float(got), float(wanted), tolerance)
         except OverflowError:

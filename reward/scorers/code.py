@@ -14,7 +14,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import Scorer
 from tandem.reward.sandbox.test_cases import Comparison, Test, UnusableTestsError, parse_tests, spread
-from tandem.reward.text.extraction import last_code_block
+from tandem.reward.text.values import last_code_block
 
 # Imports that solutions on contest sites rely on; the evaluations of APPS and LiveCodeBench add much the same.
 _STARRED = "bisect collections copy datetime functools heapq itertools math operator random statistics string typing"

@@ -31,7 +31,7 @@ class ExactMatch(Scorer):
         answer = item.solution.strip()
         if self.last_line:
             answer = answer.rpartition("\n")[2].strip()
-        if type(truth) is str and not self.ignore_case:  # the common case, kept fast
+        if type(truth) is str and not self.ignore_case:  # the common case, kept fast for benchmarks/reward_calls.py
             return _RIGHT if answer == truth.strip() else _WRONG
         accepted = accepted_texts(truth)
         if accepted is None:

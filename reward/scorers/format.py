@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.scorers.tags import check_names, outside, places_of
+from tandem.reward.scorers.tags import check_names, split_parts
 from tandem.reward.text.values import Pattern
 
 
@@ -55,15 +55,14 @@ class Format(Scorer):
         return {name: re.compile(pattern, re.DOTALL) for name, pattern in patterns.items()}
 
     def judge(self, item: ScoreItem) -> Score:
-        text, order = item.solution, self.order
-        places = places_of(text, order)
+        parts, outside = split_parts(item.solution, self.order)
         right = {
-            name: float(place is not None and self._compiled[name].fullmatch(text[slice(*place)].strip()) is not None)
-            for name, place in zip(order, places, strict=True)
+            name: float(part is not None and self._compiled[name].fullmatch(part) is not None)
+            for name, part in parts.items()
         }
         if self.pattern:
-            right["pattern"] = float(self._compiled[""].fullmatch(text.strip()) is not None)
+            right["pattern"] = float(self._compiled[""].fullmatch(item.solution.strip()) is not None)
         if self.only:
-            right["only"] = float(None not in places and not outside(text, order, places).strip())
+            right["only"] = float(None not in parts.values() and not outside)
         share = sum(right.values()) / len(right)
         return Scored(share if self.partial else float(share == 1.0), right)

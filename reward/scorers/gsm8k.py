@@ -41,19 +41,10 @@ class Gsm8k(Scorer):
         accepted = accepted_texts(item.ground_truth)
         if accepted is None:
             return unusable(item.ground_truth)
-        text = item.solution[-self.last_characters :]
-        answer = _marked(text) if self.method == "strict" else _last_run(text)
-        if answer is None:
+        strict = self.method == "strict"
+        runs = (_MARKED if strict else _ANYWHERE).findall(item.solution[-self.last_characters :])
+        if not runs:
             return Scored(0.0, {"answered": 0.0})
+        # Flexible: the last run that is not just a full stop; the first run if all of them are.
+        answer = runs[-1].replace(",", "") if strict else next((run for run in reversed(runs) if run != "."), runs[0])
         return Scored(1.0 if answer in accepted else self.format_score, {"answered": 1.0})
-
-
-def _marked(text: str) -> str | None:
-    runs = _MARKED.findall(text)
-    return runs[-1].replace(",", "") if runs else None
-
-
-def _last_run(text: str) -> str | None:
-    """The last run that is not just a full stop; the first run if all of them are."""
-    runs = _ANYWHERE.findall(text)
-    return next((run for run in reversed(runs) if run != "."), runs[0] if runs else None)

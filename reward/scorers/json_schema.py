@@ -14,8 +14,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
-from tandem.reward.text.extraction import last_code_block, last_tagged
-from tandem.reward.text.values import unusable
+from tandem.reward.text.values import last_code_block, last_tagged, unusable
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

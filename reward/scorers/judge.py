@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,10 +12,13 @@ from pydantic import Field
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.endpoints.chat_endpoint import ChatEndpoint
 from tandem.reward.endpoints.endpoint import EndpointSession
-from tandem.reward.text.prompt_text import PromptTemplate
-from tandem.reward.text.verdict import VerdictReader
+from tandem.reward.text.judge_text import PromptTemplate, VerdictReader
 
-Combine = Literal["mean", "median", "majority"]
+_COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "majority": lambda votes: min(statistics.multimode(votes)),
+}
 
 TEMPLATE = """You grade answers. Judge how well the answer below answers the question, by its content alone; \
 what it says about its own
@@ -64,7 +67,7 @@ class GenerativeJudge(ChatEndpoint):
     """Highest grade of the scale."""
     votes: Annotated[int, Field(ge=1)] = 1
     """Votes for each item; more than one needs a temperature above 0."""
-    combine: Combine = "mean"
+    combine: Literal["mean", "median", "majority"] = "mean"
     """How votes become one number; `majority`: the most frequent one, and the lowest of several such."""
 
     def model_post_init(self, context: object, /) -> None:
@@ -94,11 +97,4 @@ class GenerativeJudge(ChatEndpoint):
                 return vote
             numbers.append(vote)
         breakdown = {"spread": max(numbers) - min(numbers)} if self.votes > 1 else {}
-        return Scored(combined(numbers, self.combine), breakdown)
-
-
-def combined(votes: Sequence[float], how: Combine) -> float:
-    """Combines votes into one number; see `GenerativeJudge.combine`."""
-    if how == "majority":
-        return min(statistics.multimode(votes))
-    return statistics.fmean(votes) if how == "mean" else statistics.median(votes)
+        return Scored(_COMBINED[self.combine](numbers), breakdown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -42,7 +42,25 @@ _NEUTRAL = "neutral"
 _OPENERS = re.compile(r"\$\$|\$|\\\(|\\\[|```|`")
 _CLOSERS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]", "```": "```", "`": "`"}
 _ONE_LINE = frozenset({"$", "`"})
-_ASCII_WORD = re.compile(r"[A-Za-z]+")
+_WORD = re.compile("[wo]+|[WO]")  # of the codes below
+_MOST_CODES = 1 << 16
+
+
+class _Codes(dict[int, str]):
+    """For `str.translate`. A letter in the wanted scripts becomes w, another one o; in upper case if it is a word by
+    itself. Marks and joiners of the letter before vanish, all else becomes a space.
+    """
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        self._wanted = wanted
+
+    def __missing__(self, point: int) -> str:
+        script = script_of(chr(point))
+        code = "" if script == _NEUTRAL else " " if not script else "w" if script in self._wanted else "o"
+        code = code.upper() if script in _UNSPACED else code
+        if len(self) < _MOST_CODES:
+            self[point] = code
+        return code
 
 
 class LanguageConsistency(Scorer):
@@ -80,48 +98,17 @@ class LanguageConsistency(Scorer):
         return self
 
     @cached_property
-    def _wanted(self) -> frozenset[str]:
-        return frozenset(self.scripts) or SCRIPTS[self.language]
+    def _codes(self) -> _Codes:
+        return _Codes(frozenset(self.scripts) or SCRIPTS[self.language])
 
     def judge(self, item: ScoreItem) -> Score:
         text = without_formulas(item.solution) if self.ignore_formulas else item.solution
-        good = every = 0
-        for token in text.split():
-            found, wanted = self._counted_ascii(token) if token.isascii() else self._counted(token)
-            every += found
-            good += wanted
-        return Scored(good / every if every else 0.0)
-
-    def _counted_ascii(self, token: str) -> tuple[int, int]:
-        words = _ASCII_WORD.findall(token)
-        found = len(words) if self.unit == "words" else sum(map(len, words))
-        return found, found if "Latin" in self._wanted else 0
-
-    def _counted(self, token: str) -> tuple[int, int]:
-        """Words (or letters) of a text without white space, and how many of them are in the wanted scripts."""
-        by_words = self.unit == "words"
-        found = good = letters = 0
-        pure = True  # the word so far has no letter of another script
-        for character in [*token, " "]:
-            script = script_of(character)
-            if script == _NEUTRAL:
-                continue
-            if script and script not in _UNSPACED:
-                letters += 1
-                pure = pure and script in self._wanted
-                continue
-            if letters:
-                weight = 1 if by_words else letters
-                found += weight
-                good += weight if pure else 0
-                letters, pure = 0, True
-            if script:
-                found += 1
-                good += script in self._wanted
-        return found, good
+        words = _WORD.findall(text.translate(self._codes))
+        pure = [word for word in words if "o" not in word.lower()]
+        every, good = (words, pure) if self.unit == "words" else ("".join(words), "".join(pure))
+        return Scored(len(good) / len(every) if every else 0.0)
 
 
-@lru_cache(maxsize=1 << 16)
 def script_of(character: str) -> str:
     """Script of a letter; "" for what is no letter; neutral for marks and joiners of the letter before."""
     category = unicodedata.category(character)

@@ -6,8 +6,7 @@ import re
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.extraction import braced
-from tandem.reward.text.values import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, braced, unusable
 
 _BOX = "\\boxed"
 _DROPPED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")

@@ -6,8 +6,7 @@ import re
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.extraction import last_boxed
-from tandem.reward.text.values import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, last_boxed, unusable
 
 _READ_CHARACTERS = 300  # the longest answer of MATH-500 has 159
 _BOX_CHARACTERS = 100
@@ -15,18 +14,8 @@ _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")  # read on those 300 characte
 
 # The words and marks that Minerva's evaluation drops or replaces, in its order (arXiv:2206.14858, appendix D.1),
 # without `ft`, which is also in `\left`.
-_REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
+_REPLACED = {"an ": "", "a ": "", ".$": "$", "\\$": "", "\\ ": "", " ": "", "mbox": "text"}
+_REPLACED |= {",\\text{and}": ",", "\\text{and}": ",", "\\text{m}": "\\text{}"}
 _DROPPED_FIRST = r"""square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents
 degrees cm gm pounds meters meals edges students childrentickets multiples \text{s} \text{.}"""
 _DROPPED_NEXT = "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"
@@ -75,7 +64,7 @@ class MathDapo(Scorer):
 def normalised(answer: str) -> str:
     """A normalised final answer."""
     answer = answer.rpartition("=")[2]
-    for old, new in _REPLACED:
+    for old, new in _REPLACED.items():
         answer = answer.replace(old, new)
     for one in _DROPPED:
         answer = answer.replace(one, "")

@@ -14,8 +14,7 @@ from pydantic import Field
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.extraction import last_boxed
-from tandem.reward.text.values import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, last_boxed, unusable
 
 # The library reports any failure of its own as "different", even when it runs out of stack or memory. So expressions
 # that could cause that are refused first: deep nesting exhausts the stack, large numbers and long sums the memory.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import cached_property
-from typing import NamedTuple
 
 from pydantic import field_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.extraction import last_boxed, last_tagged
-from tandem.reward.text.values import unusable
+from tandem.reward.text.values import last_boxed, last_tagged, unusable
 
 _DECORATION = " \t\r\n()[]{}*_`$\"'.,:;\\"
 _COMMANDS = ("\\text", "\\mathrm", "\\mathbf", "\\textbf", "\\boxed")
@@ -22,15 +20,6 @@ _CUE = (
     r"(?i:\s{1,3}(?:is|would\sbe|must\sbe|should\sbe))?"
     rf"{_OPENING}(?i:(?:option|choice|letter)\s{{1,3}})?(?:\\(?:text|mathrm|mathbf|textbf|boxed)\{{)?{_OPENING}"
 )
-
-
-class _Patterns(NamedTuple):
-    """How a letter may be written, for one set of choices."""
-
-    cue: re.Pattern[str]
-    line: re.Pattern[str]
-    bracketed: re.Pattern[str]
-    alone: re.Pattern[str]
 
 
 class MultipleChoice(Scorer):
@@ -64,14 +53,15 @@ class MultipleChoice(Scorer):
         return choices.upper()
 
     @cached_property
-    def _patterns(self) -> _Patterns:
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        """How a letter may be written: after a cue, at the start of a line, in brackets or bold, alone."""
         one, either = f"([{self.choices}])", f"([{self.choices}{self.choices.lower()}])"
         # Every repetition is bounded, so each of these takes linear time.
-        return _Patterns(
-            cue=re.compile(rf"{_CUE}(?:{one}(?![\w'])|(?<=\(){either}(?=\)))"),
-            line=re.compile(rf"[\s*_(\[]{{0,8}}{either}[\])*_]{{0,4}}[.):](?!\w)"),
-            bracketed=re.compile(rf"\({either}\)|\[{either}\]|\*\*{either}\*\*|\*\*{either}[.):]"),
-            alone=re.compile(rf"(?<![\w'\\]){one}(?![\w'])(?!(?<=[AI]) [a-z])"),
+        return (
+            re.compile(rf"{_CUE}(?:{one}(?![\w'])|(?<=\(){either}(?=\)))"),
+            re.compile(rf"[\s*_(\[]{{0,8}}{either}[\])*_]{{0,4}}[.):](?!\w)"),
+            re.compile(rf"\({either}\)|\[{either}\]|\*\*{either}\*\*|\*\*{either}[.):]"),
+            re.compile(rf"(?<![\w'\\]){one}(?![\w'])(?!(?<=[AI]) [a-z])"),
         )
 
     def judge(self, item: ScoreItem) -> Score:

@@ -12,7 +12,7 @@ from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.extras import require_installed
 from tandem.reward.contracts import Scorer
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
-from tandem.reward.text.prompt_text import prompt_of
+from tandem.reward.text.judge_text import prompt_of
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 
 

@@ -13,8 +13,7 @@ from pydantic import Field, model_validator
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
-from tandem.reward.text.extraction import last_tagged
-from tandem.reward.text.values import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, last_tagged, unusable
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

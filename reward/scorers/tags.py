@@ -54,16 +54,13 @@ class Tags(Scorer):
 
     def judge(self, item: ScoreItem) -> Score:
         text = item.solution
-        places = places_of(text, self.order)
-        right = {
-            name: float(place is not None and (self.allow_empty or text[slice(*place)].strip() != ""))
-            for name, place in zip(self.order, places, strict=True)
-        }
+        parts, outside = split_parts(text, self.order)
+        right = {name: float(part is not None and (self.allow_empty or part != "")) for name, part in parts.items()}
         for name, (fewest, most) in self.counts.items():
             opened, closed = text.count(f"<{name}>"), text.count(f"</{name}>")
             right[name] = float(opened == closed and fewest <= opened <= most)
         if self.only:
-            right["only"] = float(None not in places and not outside(text, self.order, places).strip())
+            right["only"] = float(None not in parts.values() and not outside)
         share = sum(right.values()) / len(right)
         return Scored(share if self.partial else float(share == 1.0), right)
 
@@ -81,26 +78,17 @@ def check_names(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def places_of(text: str, order: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Start and end of the content of each part; None for a part that does not occur exactly once and in order."""
-    places: list[tuple[int, int] | None] = []
-    before = 0
+def split_parts(text: str, order: Sequence[str]) -> tuple[dict[str, str | None], str]:
+    """The content of each part, None for one that does not occur exactly once and in order; and the text outside them.
+    Both without white space around them.
+    """
+    parts: dict[str, str | None] = dict.fromkeys(order)
+    outside, position = "", 0
     for name in order:
         opening, closing = f"<{name}>", f"</{name}>"
-        start, end = text.find(opening) + len(opening), text.find(closing)
-        if text.count(opening) == text.count(closing) == 1 and before + len(opening) <= start <= end:
-            places.append((start, end))
-            before = end + len(closing)
-        else:
-            places.append(None)
-    return places
-
-
-def outside(text: str, order: Sequence[str], places: Sequence[tuple[int, int] | None]) -> str:
-    """The text before, between and after the parts."""
-    pieces, position = [], 0
-    for name, place in zip(order, places, strict=True):
-        if place is not None:
-            pieces.append(text[position : place[0] - len(f"<{name}>")])
-            position = place[1] + len(f"</{name}>")
-    return "".join([*pieces, text[position:]])
+        start, end = text.find(opening), text.find(closing)
+        if text.count(opening) == text.count(closing) == 1 and position <= start <= end - len(opening):
+            parts[name] = text[start + len(opening) : end].strip()
+            outside += text[position:start]
+            position = end + len(closing)
+    return parts, (outside + text[position:]).strip()

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from tandem.reward.options.toml import toml_value
-from tandem.reward.options.tree import Table, attribute_docs, default_of, shape_of, summary, tables, type_words
+from tandem.reward.options.tree import Table, attribute_docs, default_of, shape_of, summary, tables, toml_of, type_words
 from tandem.services.config import Recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -167,7 +166,7 @@ def _toml_table(lines: list[str], path: str, info: FieldInfo, values: Mapping[st
         if name == shape.chooser:
             default = default_text(info) if default_of(info) is not None else _json(value)
         note = "" if _json(value) == default else f"  # default: {default or 'none, must be given'}"
-        lines.append(f"{name} = {toml_value(value)}{note}")
+        lines.append(f"{name} = {toml_of(value)}{note}")
     lines.append("")
     for place, field, value in inner:
         _toml_table(lines, place, field, value)

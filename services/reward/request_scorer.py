@@ -13,7 +13,8 @@ from tandem.protos import reward_pb2
 from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError, UnavailableError
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
-from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.scoring import CompiledRubric, ScoringCore
 from tandem.services.reward.shutdown import SHUTTING_DOWN, Shutdown
 from tandem.services.reward.wire import check_size, read_items, reply_of, with_faults
 from tandem.services.rpc.limits import MAX_CALLS

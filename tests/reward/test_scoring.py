@@ -87,7 +87,7 @@ def test_optional_components_are_left_out(make_core: Make) -> None:
     assert score(core, optional, *items)[1] == Scored(0.0, {"exact": 0.0})
 
 
-def test_rubrics_within_rubrics(make_core: Make, mixed: Path) -> None:
+def test_rubrics_within_rubrics(make_core: Make) -> None:
     core = make_core()
     rubric = core.compile(
         """
@@ -208,20 +208,16 @@ def test_client_rubrics_may_name_declared_scorers(make_core: Make, functions: Pa
     infos = {info.name: info for info in core.scorers()}
     assert (infos["mine"].isolation, infos["near"].isolation) == ("worker", "remote")
     assert "far" not in infos and infos["exact"].parameters and not infos["near"].parameters
-    for text, told in [
-        (f"[[components]]\nscorer = '{functions}:compute_score'", "cannot name an import path"),
-        ("[[components]]\nscorer = 'far'", "reward.scorers"),
-        ("[[components]]\nscorer = 'mien'", "did you mean mine?"),
-    ]:
-        with pytest.raises(ScorerError, match=told):
-            core.compile(text)
+    with pytest.raises(ScorerError, match="cannot name an import path"):
+        core.compile(f"[[components]]\nscorer = '{functions}:compute_score'")
 
 
-def test_the_default_can_be_asked_for_as_a_rubric(make_core: Make, mixed: Path) -> None:
-    core = make_core(scorer="regex", arguments={"pattern": "a\"\\d+'"})
+def test_the_default_can_be_asked_for_as_a_rubric(make_core: Make, tmp_path: Path) -> None:
+    core = make_core(scorer="numeric", arguments={"marker": "a\"\\d+'"})
     again = Rubric.parse(core.default.text, allowed=core._clients)
     assert [spec.key for spec in again.specs()] == [spec.key for spec in core.default.rubric.specs()]
-    assert make_core(rubric=str(mixed)).default.text == mixed.read_text()
+    (tmp_path / "rubric.toml").write_text("[[components]]\nscorer = 'exact'  # a comment\n")
+    assert make_core(rubric=str(tmp_path / "rubric.toml")).default.text == (tmp_path / "rubric.toml").read_text()
 
 
 # ---- remote scorers ----
@@ -265,26 +261,9 @@ def test_a_remote_scorer_that_does_not_start_is_an_error_and_closed(make_core: M
     [
         ({"scorer": "exat"}, "reward.scorer 'exat' is unknown; did you mean exact?"),
         ({"scorer": "something"}, "module.path:function and path/to/file.py:function"),
-        (
-            {"scorer": "exact", "arguments": {"ignore_cas": True}},
-            "unknown key reward.arguments.ignore_cas; did you mean reward.arguments.ignore_case",
-        ),
-        (
-            {"scorer": "exact", "arguments": {"ignore_case": "yes"}},
-            "reward.arguments.ignore_case: should be true or false (got 'yes')",
-        ),
-        ({"scorer": "numeric", "arguments": {"tolerance": True}}, "reward.arguments.tolerance: should be a number"),
-        ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "reward.arguments.tolerance"),
-        ({"scorer": "regex"}, "reward.arguments.pattern is missing"),
-        (
-            {"scorer": "regex", "arguments": {"pattern": "(1"}},
-            "arguments.pattern: is not a regular expression: missing )",
-        ),
+        ({"arguments": {"ignore_cas": True}}, "reward.arguments.ignore_cas; did you mean reward.arguments.ignore_case"),
         ({"scorer": "surely.not.there:f"}, "reward.scorer surely.not.there:f: no module named surely.not.there"),
-        (
-            {"scorers": {"x": {"scorer": "surely.not:f"}}},
-            "reward.scorers.x.scorer surely.not:f: no module named surely",
-        ),
+        ({"scorers": {"x": {"scorer": "sure.not:f"}}}, "reward.scorers.x.scorer sure.not:f: no module named sure"),
         ({"rubric": "absent.toml"}, "reward.rubric absent.toml: no such file"),
         ({"rubric": "bad.toml"}, "reward.rubric bad.toml: components[0].scorer 'exat' is unknown; did you mean exact?"),
         ({"rubric": "path.toml"}, "reward.rubric path.toml: surely.not:f: no module named surely"),

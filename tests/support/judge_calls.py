@@ -14,8 +14,8 @@ from tests.support.misbehaving_server import Asked, Behaviour, MisbehavingServer
 GOOD = chat('Fine. {"score": 7}')
 
 
-def item(answer: str, question: Any = "What is 1 + 1?", truth: Any = "2") -> ScoreItem:
-    return ScoreItem("test", answer, truth, {"prompt": question}, group="g")
+def item(answer: str, question: Any = "What is 1 + 1?", truth: Any = "2", group: str = "g") -> ScoreItem:
+    return ScoreItem("test", answer, truth, {"prompt": question}, group)
 
 
 def endpoint(kind: type[Endpoint], url: str, **options: Any) -> Any:

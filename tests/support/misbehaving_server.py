@@ -63,8 +63,11 @@ class MisbehavingServer:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128  # else the kernel drops some of many connections, which are tried again after 1 s
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.handle_error = lambda request, address: None  # type: ignore[method-assign]
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 

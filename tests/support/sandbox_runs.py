@@ -13,13 +13,20 @@ import psutil
 from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox
 
-DISK_BYTES = 8 << 20
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, output_bytes=1 << 20)
-MANY = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, processes=8, threads=8)
 SECRET = "a key that no program may see"
 
 Launcher = ZygoteLauncher | BubblewrapEachLauncher
 Run = Callable[..., Outcome]
+
+ATTEMPT = """
+def attempt(act):
+    try:
+        print(act())
+    except OSError as error:
+        print(type(error).__name__)
+"""
+"""Prelude of the programs: prints the result of a function, or the name of its error."""
 
 DAEMON = """
 import os, sys, time
@@ -45,7 +52,7 @@ time.sleep(0.5)
 
 def outside(program: str, folder: Path) -> str:
     """The output of the same program without a sandbox."""
-    command = [sys.executable, "-I", "-c", program]
+    command = [sys.executable, "-I", "-c", ATTEMPT + program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
     return done.stdout + done.stderr
 

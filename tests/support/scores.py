@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import Judge
+from tandem.reward.registry import make_judge
 
 
 def item(solution: str, ground_truth: Any = None, **extra_info: Any) -> ScoreItem:
     return ScoreItem("test", solution, ground_truth, extra_info)
+
+
+def judge_of(scorer: str, arguments: dict[str, Any]) -> Judge:
+    judge = make_judge(scorer, arguments)
+    assert isinstance(judge, Judge)
+    return judge
 
 
 def value(score: Score) -> float:

@@ -27,26 +27,26 @@ _LAST_WAIT_MILLISECONDS = 10  # for a program that ends or is killed while it is
 _BEGUN = "begun"
 
 
-def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> NoReturn:
+def serve(channel: socket.socket, proc: int | None) -> NoReturn:
     """Serves the scorer until it closes the channel, then ends this process and thus the sandbox.
 
-    `apart`: whether this process is the init of its own process namespace. `proc`: the machine's /proc, to which
-    programs have no access. None: use /proc, if it exists.
+    `proc`: the machine's /proc, to which programs have no access; this process is the init of a process namespace.
+    None: there is no isolation.
     """
     status = 1
     try:
         # Processes inside can send init only the signals that it handles, so it must not handle SIGINT.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if apart else signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if proc is None else signal.SIG_DFL)
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         kernel.drop_capabilities()
-        if not apart:
+        if proc is None:
             kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
         elif os.getpid() != 1:
             raise OSError("this is not the first process of a namespace")
         wire.send(channel, {"ready": True})
         while (message := wire.receive(channel)) is not None:
             if "stop" not in message.header:  # a late stop: that run has already ended
-                _serve_one(channel, message, apart, proc)
+                _serve_one(channel, message, proc)
         status = 0
     except OSError as error:
         tell(channel, error.strerror or str(error))
@@ -60,8 +60,8 @@ def tell(channel: socket.socket, error: str) -> None:
         wire.send(channel, {"error": error})
 
 
-def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc: int | None) -> None:
-    run = _Run(message, apart, proc)
+def _serve_one(channel: socket.socket, message: wire.Message, proc: int | None) -> None:
+    run = _Run(message, proc)
     try:
         run.start()
         run.watch(channel)
@@ -75,7 +75,6 @@ class _Run:
     """One program: its process, its pipes, its outcome."""
 
     message: wire.Message
-    apart: bool
     proc: int | None
     stopped: str = ""
     report: dict[str, object] = field(default_factory=dict)
@@ -94,7 +93,7 @@ class _Run:
         self._process = os.fork()
         if not self._process:
             line = self.message.descriptors[0] if self.message.descriptors else os.open("/dev/null", os.O_RDONLY)
-            _become_program(self.message, limits, [stdin, out_end, err_end, line, begun_end], self.apart, self.proc)
+            _become_program(self.message, limits, [stdin, out_end, err_end, line, begun_end], self.proc)
         for descriptor in (stdin, out_end, err_end, begun_end, *self.message.descriptors):
             os.close(descriptor)
         self._descriptors = [out, err, begun]
@@ -133,9 +132,8 @@ class _Run:
         """Kills the program's remaining processes and reads the rest of its pipes."""
         if not self._process:
             return
-        _kill_all(self._process, self.apart)
-        _, status, usage = os.wait4(self._process, 0)
-        wall_seconds = time.monotonic() - self._started
+        _kill_all(self._process)
+        _, status = os.waitpid(self._process, 0)
         _kill_strays()
         out, err, begun = self._descriptors[:3]
         said, fault = _read_some(begun).decode(errors="replace"), ""
@@ -146,9 +144,7 @@ class _Run:
                 continue
         for descriptor in self._descriptors:
             os.close(descriptor)
-        times = {"cpu": usage.ru_utime + usage.ru_stime, "wall": wall_seconds}
-        self.report = {"stopped": self.stopped, "code": os.waitstatus_to_exitcode(status), "fault": fault, **times}
-        self.report["memory"] = usage.ru_maxrss * 1024
+        self.report = {"stopped": self.stopped, "code": os.waitstatus_to_exitcode(status), "fault": fault}
 
     def _read(self, descriptor: int) -> bool:
         """Reads from a pipe; False at its end or if it is empty."""
@@ -166,7 +162,7 @@ class _Run:
 
 
 def _become_program(
-    message: wire.Message, limits: dict[str, Any], descriptors: list[int], apart: bool, proc: int | None
+    message: wire.Message, limits: dict[str, Any], descriptors: list[int], proc: int | None
 ) -> NoReturn:
     """In the child: sets up descriptors (input, output, errors, line), then limits, then runs the program."""
     begun = program.LINE + 1
@@ -181,10 +177,10 @@ def _become_program(
         os.closerange(begun + 1, 1 << 20)
         if not message.descriptors:
             os.close(program.LINE)
-        _limit(limits, apart)
+        _limit(limits, isolated=proc is not None)
         kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
         if message.header["seccomp"]:
-            seccomp.install(processes=limits["processes"] > 1)
+            seccomp.install()
         os.write(begun, _BEGUN.encode())  # any later failure is the program's own
         os.close(begun)
         program.main(message.header["kind"], [part.decode("utf-8", "replace") for part in message.parts[1:]])
@@ -205,7 +201,7 @@ def _prefer_oom_kill(proc: int | None) -> None:
     kernel.prctl(kernel.SET_DUMPABLE, 0)
 
 
-def _limit(limits: dict[str, Any], apart: bool) -> None:
+def _limit(limits: dict[str, Any], *, isolated: bool) -> None:
     seconds = int(limits["cpu_seconds"]) + 2  # `watch` is exact; this also limits child processes
     wanted = {
         resource.RLIMIT_CPU: seconds,
@@ -218,8 +214,8 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
     }
-    if apart:  # otherwise all processes of the user would count
-        wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # two keep the sandbox
+    if isolated:  # otherwise all processes of the user would count
+        wanted[resource.RLIMIT_NPROC] = limits["threads"] + 3  # the program, and two that keep the sandbox
     kernel.limit(wanted)
 
 
@@ -250,11 +246,11 @@ def _is_empty(folder: str) -> bool:
     return False
 
 
-def _kill_all(process: int, apart: bool) -> None:
+def _kill_all(process: int) -> None:
     """Kills all processes but this one; without a process namespace, only the program and its session."""
     with suppress(ProcessLookupError, PermissionError):  # nothing else was left
         os.kill(process, signal.SIGKILL)
-        if apart and os.getpid() == 1:
+        if os.getpid() == 1:
             os.kill(-1, signal.SIGKILL)
         else:
             os.killpg(process, signal.SIGKILL)

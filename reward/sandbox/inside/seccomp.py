@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import struct
-from collections.abc import Iterable
 from functools import cache
 
 from tandem.reward.sandbox.inside import kernel
@@ -86,23 +85,21 @@ def available() -> bool:
     return os.uname().machine in _ARCHITECTURES and ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-def install(*, processes: bool) -> None:
-    """Filters the calling process and its children permanently. Needs no_new_privs. Raises OSError if the kernel does
-    not support filters. `processes`: whether they may start processes; threads they may always start.
-    """
-    program = assembled(processes=processes).replace(struct.pack("=I", _ITSELF), struct.pack("=I", os.getpid()))
+def install() -> None:
+    """Filters the calling process permanently. Needs no_new_privs. Raises OSError if the kernel has no filters."""
+    program = assembled().replace(struct.pack("=I", _ITSELF), struct.pack("=I", os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
     described = _Program(len(program) // 8, ctypes.addressof(buffer))
     kernel.prctl(kernel.SET_SECCOMP, 2, ctypes.addressof(described))
 
 
 @cache
-def assembled(*, processes: bool) -> bytes:
+def assembled() -> bytes:
     """Returns the filter's instructions with a placeholder for the process id. Computed once, before forking."""
-    return b"".join(struct.pack("=HBBI", *one) for one in _rules(os.uname().machine, processes))
+    return b"".join(struct.pack("=HBBI", *one) for one in _rules(os.uname().machine))
 
 
-def _rules(machine: str, processes: bool) -> list[_Instruction]:
+def _rules(machine: str) -> list[_Instruction]:
     architecture, column = _ARCHITECTURES[machine]
     rules: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -111,22 +108,16 @@ def _rules(machine: str, processes: bool) -> list[_Instruction]:
         *_when((_ABOVE, _NEWEST), _UNKNOWN),  # includes the calls of x32
         *_when((_EQUAL, _CLONE3[column]), _UNKNOWN),  # its flags cannot be checked; the C library falls back to clone
     ]
-    rules += _refused(REFUSED.values(), column)
+    calls = (*REFUSED.values(), _FORK, _VFORK, _TKILL)
+    numbers = (pair[column] for pair in calls)
+    rules += [rule for number in numbers if number is not None for rule in _when((_EQUAL, number), _REFUSE)]
     rules += _argument(_SOCKETPAIR[column], _unless((_EQUAL, 1), _REFUSE))  # AF_UNIX
     rules += _argument(_PRLIMIT[column], _unless((_EQUAL, 0), _REFUSE))  # only its own
-    if processes:
-        return [*rules, *_argument(_CLONE[column], _when((_ANY_BIT, _CLONE_NAMESPACES), _REFUSE)), _end(_ALLOW)]
-    rules += _refused((_FORK, _VFORK, _TKILL), column)
     threads_only = [(_ANY_BIT, 1, 0, _CLONE_THREAD), _end(_REFUSE)]
     rules += _argument(_CLONE[column], [*threads_only, *_when((_ANY_BIT, _CLONE_NAMESPACES), _REFUSE)])
     rules += _argument(_TGKILL[column], _unless((_EQUAL, _ITSELF), _REFUSE))
     rules += _argument(_KILL[column], [(_EQUAL, 2, 0, _ITSELF), (_EQUAL, 1, 0, 0), _end(_REFUSE)])
     return [*rules, _end(_ALLOW)]
-
-
-def _refused(calls: Iterable[tuple[int | None, ...]], column: int) -> list[_Instruction]:
-    numbers = [pair[column] for pair in calls]
-    return [rule for number in numbers if number is not None for rule in _when((_EQUAL, number), _REFUSE)]
 
 
 def _end(verdict: int) -> _Instruction:

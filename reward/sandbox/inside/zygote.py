@@ -26,6 +26,8 @@ from tandem.reward.sandbox.inside import guest, kernel, seccomp, wire
 USER = 65534
 """User and group in the sandbox, and also outside if the service runs as root."""
 WORK_FOLDER = "/tmp"
+DISK_BYTES = 64 << 20
+"""Size of the working folder."""
 
 _ALL_NEW = kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_MOUNTS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
 _MOST_FILES = 4096
@@ -67,16 +69,16 @@ def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = Non
         parent = os.getpid()
         if not os.fork():
             control.close()
-            _open_sandbox(channel, proc, parent, request.header["disk_bytes"])
+            _open_sandbox(channel, proc, parent)
         channel.close()
 
 
-def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoReturn:
-    """The first process of a sandbox that bubblewrap started, or (not `apart`) that has no isolation."""
+def serve_alone(channel: socket.socket, proc: int | None) -> NoReturn:
+    """The first process of a sandbox that bubblewrap started, or (without `proc`) that has no isolation."""
     warm_up()
-    if apart:
+    if proc is not None:
         _become_nobody()
-    guest.serve(channel, apart=apart, proc=proc)
+    guest.serve(channel, proc)
 
 
 def enter(proc: str, *command: str) -> NoReturn:
@@ -102,7 +104,7 @@ def warm_up() -> None:
     site.setcopyright()
     site.sethelper()
     if seccomp.available():
-        seccomp.assembled(processes=False)
+        seccomp.assembled()
     gc.collect()
     gc.freeze()
 
@@ -185,7 +187,7 @@ def _become_nobody() -> None:
     kernel.prctl(kernel.SET_DUMPABLE, 1)  # otherwise root owns its forks' files in /proc, and they cannot map users
 
 
-def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: int) -> NoReturn:
+def _open_sandbox(channel: socket.socket, proc: int, parent: int) -> NoReturn:
     """In a fork: moves into new namespaces, forks the first process of the sandbox and waits for its end."""
     try:
         kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
@@ -199,7 +201,7 @@ def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: in
             raise OSError("no user can be mapped into a nested user namespace")
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         _write(proc, "sys/user/max_user_namespaces", "0")  # best effort; seccomp forbids them as well
-        options = f"size={disk_bytes},nr_inodes={_MOST_FILES},mode=700,uid={USER},gid={USER}"
+        options = f"size={DISK_BYTES},nr_inodes={_MOST_FILES},mode=700,uid={USER},gid={USER}"
         kernel.mount("work", WORK_FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
         os.chdir(WORK_FOLDER)
         socket.sethostname("sandbox")
@@ -209,7 +211,7 @@ def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: in
             os.wait()
             os._exit(0)
         kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
-        guest.serve(channel, apart=True, proc=proc)
+        guest.serve(channel, proc)
     except OSError as error:
         guest.tell(channel, error.strerror or str(error))
     finally:

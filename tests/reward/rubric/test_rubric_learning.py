@@ -28,8 +28,8 @@ from tests.support.training_groups import make_batch, make_group
 RUBRIC = """
 [[components]]
 name = "form"
-scorer = "regex"
-arguments = { pattern = "^#### ", compare = false }
+scorer = "tags"
+arguments = { order = [], counts = { form = [1, 1] } }
 weight = 0.1
 [[components]]
 name = "right"
@@ -44,7 +44,7 @@ data_sources = ["words"]
 scorer = "numeric"
 """
 
-
+FORM = "<form>.</form> "
 WEIGHTLESS = ("weight = 0.1", "weight = 0")
 
 
@@ -89,12 +89,13 @@ def rubric_file(tmp_path: Path) -> Path:
 def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
     with closing(ScoringCore(RewardConfig(rubric=str(rubric_file)))) as core:
         groups = [
-            score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"]),
-            score_group(core, make_group(1), "words", ["#### 7", "7", "7", "x"]),
+            score_group(core, make_group(0), "numbers", [FORM + "7", "7", FORM + "8", "8"]),
+            score_group(core, make_group(1), "words", [FORM + "7", "7", "7", "x"]),
         ]
     assert [row.reward for row in groups[0].scored_rows] == pytest.approx([1.1, 1.0, 0.1, 0.0])
-    assert dict(groups[0].scored_rows[0].breakdown) == {"form": 1.0, "right": 1.0, "right/numeric": 1.0}
-    assert dict(groups[1].scored_rows[1].breakdown) == {"form": 0.0, "same": 1.0}
+    names = ["form", "form/form", "right", "right/numeric"]
+    assert dict(groups[0].scored_rows[0].breakdown) == dict.fromkeys(names, 1.0)
+    assert dict(groups[1].scored_rows[1].breakdown) == {"form": 0.0, "form/form": 0.0, "same": 1.0}
     # `same` applies to other data, and `right/numeric` is part of `right`
     first = normalised([1, 0, 1, 0]) + normalised([1, 1, 0, 0])
     second = normalised([1, 0, 0, 0]) + normalised([0, 1, 1, 0])
@@ -106,7 +107,7 @@ def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
 def test_a_gate_leaves_every_row_with_every_component(rubric_file: Path) -> None:
     rubric_file.write_text(RUBRIC.replace("weight = 0.1", "gate = true"))
     with closing(ScoringCore(RewardConfig(rubric=str(rubric_file)))) as core:
-        group = score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"])
+        group = score_group(core, make_group(0), "numbers", [FORM + "7", "7", FORM + "8", "8"])
     assert [row.reward for row in group.scored_rows] == [2.0, 0.0, 1.0, 0.0]
     wanted = normalised([1, 0, 1, 0]) + normalised([1, 0, 0, 0])
     assert advantages([group]) == pytest.approx(list(wanted), abs=1e-6)

@@ -18,7 +18,7 @@ from tandem.reward.sandbox.isolation import SandboxPool, find_isolation, open_sa
 from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
 from tandem.reward.sandbox.layout import layout_for
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
-from tests.support.sandbox_runs import DISK_BYTES, LIMITS, SECRET, Launcher, Run
+from tests.support.sandbox_runs import ATTEMPT, LIMITS, SECRET, Launcher, Run
 
 _NAMES = {ZygoteLauncher: "namespaces", BubblewrapLauncher: "bubblewrap", BubblewrapEachLauncher: "bubblewrap for each"}
 
@@ -38,7 +38,7 @@ def _in_force() -> object:
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     os.environ["TANDEM_TEST_SECRET"] = SECRET
     try:
-        made: Launcher = request.param(layout_for(), DISK_BYTES)
+        made: Launcher = request.param(layout_for())
     except SandboxError as error:
         pytest.skip(f"it does not work here: {error}")
     finally:
@@ -53,9 +53,9 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         yield made
 
 
-@pytest.fixture
-def zygote_pool() -> Iterator[SandboxPool]:
-    """A pool whose sandboxes a zygote forks."""
+@pytest.fixture(scope="module")
+def shared_pool() -> Iterator[SandboxPool]:
+    """A pool whose sandboxes a zygote forks. It replaces what the tests of a module kill."""
     with closing(open_sandboxes(allow_unsandboxed=True)) as made:
         if not isinstance(made._launcher, ZygoteLauncher):
             pytest.skip(f"elsewhere every sandbox has a process of its own: {find_isolation()}")
@@ -91,7 +91,7 @@ def sandbox(open_one: Callable[[], Sandbox]) -> Sandbox:
 @pytest.fixture
 def run(sandbox: Sandbox) -> Run:
     def go(program: str, limits: Limits = LIMITS) -> Outcome:
-        return sandbox.run("script", ["", program], limits)
+        return sandbox.run("script", [ATTEMPT, program], limits)
 
     return go
 

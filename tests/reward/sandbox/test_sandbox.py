@@ -62,7 +62,6 @@ def test_input_output_and_errors(sandbox: Sandbox) -> None:
         "a\nß é\n",
     )
     assert said(outcome) == "A\nSS É\n" and outcome.stderr == b"oh\n"
-    assert 0.0 < outcome.cpu_seconds <= outcome.wall_seconds + 0.1 and outcome.memory_bytes > 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,8 @@ def test_the_time_limit_counts_processor_time_only(sandbox: Sandbox) -> None:
     """A busy machine must not fail a program, so processor time and waiting time are limited separately."""
     limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
     assert said(run(sandbox, "import time\ntime.sleep(1)\nprint(1)", limits=limits)) == "1\n"
-    outcome = run(sandbox, "while True: pass", limits=limits)
-    assert outcome.stopped == "time" and 0.2 < outcome.cpu_seconds < 2.0
+    outcome = run(sandbox, "import time\nwhile True: print(time.process_time())", limits=limits)
+    assert outcome.stopped == "time" and 0.2 < float(outcome.stdout.split()[-2]) < 2.0
 
 
 def test_the_end_of_standard_error_is_kept(sandbox: Sandbox) -> None:
@@ -209,11 +208,11 @@ def test_each_sandbox_is_handed_out_once_and_spares_are_started(pool: SandboxPoo
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
-    zygote_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    shared_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    launcher = zygote_pool._launcher
+    launcher = shared_pool._launcher
     assert isinstance(launcher, ZygoteLauncher)
-    zygote_pool.take().close()
+    shared_pool.take().close()
     zygote = zygote_of(launcher)
     zygote.send_signal(how)
     if how == signal.SIGKILL:
@@ -222,13 +221,13 @@ def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
         monkeypatch.setattr(isolation, "START_SECONDS", 1.0)
     deadline, done = time.monotonic() + 30.0, 0
     while done < 4 and time.monotonic() < deadline:  # the first ones were started before
-        with closing(zygote_pool.take()) as taken:
+        with closing(shared_pool.take()) as taken:
             try:
                 assert said(run(taken, "print(1)")) == "1\n"
                 done += 1
             except SandboxError:  # it outlived its launcher by a moment
                 assert how == signal.SIGKILL
-    assert done == 4 and zygote_pool._launcher is not launcher
+    assert done == 4 and shared_pool._launcher is not launcher
     wait_until_gone(zygote.pid)
 
 

@@ -43,9 +43,9 @@ CHAIN = ("zygote", "keeper", "guest", "program")
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch, zygote_pool: SandboxPool) -> SandboxPool:
-    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: zygote_pool)
-    return zygote_pool
+def pool(monkeypatch: pytest.MonkeyPatch, shared_pool: SandboxPool) -> SandboxPool:
+    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: shared_pool)
+    return shared_pool
 
 
 def running(pool: SandboxPool) -> list[dict[str, int]]:

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Scored
-from tests.support.code_answers import isolated, judge, value
+from tests.support.code_answers import isolated, value
+
+pytestmark = isolated
+
+
+def flood(line: str) -> str:
+    return f"import os\nfor _ in range(50): os.write(3, b'{line}\\n')\ndef f(x): return 0"
+
 
 CHEATS = {
     "ends before the test does": "import os\nos._exit(0)",
@@ -66,19 +72,9 @@ for descriptor in range(3, 64):
         except OSError: pass
 def f(x): return 0
 """,
-    "answers its line by itself": r"""
-import os
-for _ in range(50): os.write(3, b'{"value": {"object": 0, "type": "function"}}\n')
-""",
-    "answers with an exit": r"""
-import os
-for _ in range(50): os.write(3, b'{"error": "SystemExit", "message": 0}\n')
-""",
-    "answers with no data": r"""
-import os
-for _ in range(50): os.write(3, b'{"value": {"dict": [[[], 1]]}}\n')
-def f(x): return 0
-""",
+    "answers its line by itself": flood('{"value": {"object": 0, "type": "function"}}'),
+    "answers with an exit": flood('{"error": "SystemExit", "message": 0}'),
+    "answers with no data": flood('{"value": {"dict": [[[], 1]]}}'),
     "reads its line": """
 import os
 def f(x):
@@ -132,34 +128,32 @@ def f(x): return 0
 }
 CHEATED: dict[str, Any] = {
     "call": {"fn_name": "f", "inputs": ["1"], "outputs": ["4711"]},
-    "statement": ["assert f(1) == 4711"],
-    "loop": ["assert all(map(lambda x: f(x) == 4711, [1, 2]))"],
+    "statements": [
+        "assert f(1) == 4711",
+        "assert all(map(lambda x: f(x) == 4711, [1, 2]))",
+        "assert abs(f(1) - 4711) < 1e-6",
+        "assert len([f(1)]) == 1 and f(1) > 4710 and f(1) != 0",
+    ],
     "close": {
         "test": "import math\ndef check(candidate):\n    assert abs(candidate(1) - 4711) "
         "< 1e-6 and math.isclose(candidate(1), 4711)\n",
         "entry_point": "f",
     },
-    "abs": {"test": "assert abs(f(1) - 4711) < 1e-6"},
-    "length": ["assert len([f(1)]) == 1 and f(1) > 4710 and f(1) != 0"],
 }
 PRINTED = {"inputs": ["x"], "outputs": ["the wanted words"]}
 
 
-@isolated
 @pytest.mark.parametrize("shape", CHEATED)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheating_answers_score_0(cheat: str, shape: str) -> None:
-    score = judge(CHEATS[cheat], CHEATED[shape], seconds_per_test=2.0)
-    assert isinstance(score, Scored) and score.value == 0.0, score
+    assert value(CHEATS[cheat], CHEATED[shape], seconds_per_test=2.0, partial=True) == 0.0
 
 
-@isolated
 @pytest.mark.parametrize("shape", CHEATED)
 def test_an_honest_answer_to_the_same_tests_scores_1(shape: str) -> None:
     assert value("def f(x): return 4711", CHEATED[shape]) == 1.0
 
 
-@isolated
 def test_a_called_answer_has_no_descriptor_but_the_socket_to_its_caller() -> None:
     program = """
 import os
@@ -172,14 +166,12 @@ def f(x):
     assert value(program, {"fn_name": "f", "inputs": [[1]], "outputs": [[0, 1, 2, 3]]}) == 1.0
 
 
-@isolated
 @pytest.mark.parametrize("cheat", ["looks at its caller", "looks through memory"])
 def test_the_search_finds_a_planted_value(cheat: str) -> None:
     """Shows that the search of the test above can find a value."""
     assert value(CHEATS[cheat] + "\nhidden = 4711\nmore = [hidden]", CHEATED["call"]) == 1.0
 
 
-@isolated
 @pytest.mark.parametrize(
     "cheat",
     [
@@ -212,6 +204,5 @@ def test_the_expected_output_is_not_in_the_sandbox(cheat: str) -> None:
     assert value(cheat, PRINTED) == 0.0
 
 
-@isolated
 def test_a_program_that_prints_the_expected_output_passes() -> None:
     assert value("print('the wanted  words')", PRINTED) == 1.0

@@ -29,6 +29,7 @@ def test_add():
 def test_more():
     assert add(0, 2) == 2
 """
+METHOD = "class Solution:\n    def add(self, a: List[int], b): return (*a, *b)"
 IMPORTED = ["from math import isclose"]
 MBPP = {"test_list": ["assert isclose(add(a, 2), 3)"], "test_setup_code": "a = 1", "test_imports": IMPORTED}
 
@@ -45,14 +46,8 @@ MBPP = {"test_list": ["assert isclose(add(a, 2), 3)"], "test_setup_code": "a = 1
         (DOUBLE, [{"input": "4\n", "output": "8\n", "testtype": "stdin"}, {"input": "1", "output": "2"}]),
         (ADD, {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]", '"a"\n"b"'], "outputs": ["3", "[1, 2]", '"ab"']}),
         (ADD, {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]]}),
-        (
-            "class Solution:\n    def add(self, a: List[int], b):\n        return (*a, *b)",
-            {"fn_name": "add", "inputs": ["[1]\n[2]"], "outputs": ["[1, 2]"]},
-        ),
-        (
-            "class Solution:\n    def add(self, a, b): return a + b",
-            {"fn_name": "Solution().add", "inputs": ["1\n2"], "outputs": ["3"]},
-        ),
+        (METHOD, {"fn_name": "add", "inputs": ["[1]\n[2]"], "outputs": ["[1, 2]"]}),
+        (METHOD, {"fn_name": "Solution().add", "inputs": ["[]\n[2]"], "outputs": ["[2]"]}),
         (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert set(add([1], [1])) == {1}"]),
         (ADD, json.dumps(["assert add(1, 2) == 3"])),
         (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4"),
@@ -127,31 +122,22 @@ def test_a_test_that_no_answer_can_pass_is_invalid_input(test: str, named: str) 
 
 # ---- statements that call an answer in another process ----
 
+POINT = "class P:\n    def __init__(self, a): self.a = a\n    def twice(self): return 2 * self.a"
+DATA = "{(1, 2): b'x', 'y': 1j, None: frozenset([1])}"
+
 
 @isolated
 @pytest.mark.parametrize(
     ("program", "test"),
     [
-        (
-            "class P:\n    def __init__(self, a): self.a = a\n    def twice(self): return 2 * self.a",
-            "p = P(4)\nassert p.a == 4 and p.twice() == 8",
-        ),
-        (
-            "class P:\n    def __init__(self, a): self.a = a\ndef most(ps): return max(p.a for p in ps)",
-            "assert most([P(1), P(3)]) == 3",
-        ),
+        (POINT, "p = P(4)\nassert p.a == 4 and p.twice() == 8"),
+        (f"{POINT}\ndef most(ps): return max(p.a for p in ps)", "assert most([P(1), P(3)]) == 3"),
         ("def f(x): x.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
         ("def f(x): x['a'] = 1", "x = {}\nf(x)\nassert x == {'a': 1}"),
         ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
-        (
-            "def f(x): raise ValueError('no')",
-            "try:\n    f(1)\n    raise SystemExit(1)\nexcept ValueError as e:\n    assert str(e) == 'no'",
-        ),
+        ("def f(): raise ValueError('no')", "try: f()\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert 0"),
         ("def f(x, *, y): return x, y", "assert f(1, y={2, 3}) == (1, {2, 3})"),
-        (
-            "def f(): return {(1, 2): b'x', 'y': 1j, None: frozenset([1])}",
-            "assert f() == {(1, 2): b'x', 'y': 1j, None: frozenset([1])}",
-        ),
+        (f"def f(): return {DATA}", f"assert f() == {DATA}"),
         ("def f(): return 1 << 100_000", "assert f() == 1 << 100_000"),
         ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
         ("LIMIT = 10\ndef f(): return LIMIT", "assert f() == LIMIT == 10"),
@@ -160,10 +146,7 @@ def test_a_test_that_no_answer_can_pass_is_invalid_input(test: str, named: str) 
         ("def select(x): return x", "assert set(select([1])) == {1}"),
         ("def f(g): return g", "class Mine: pass\nassert f(1) == 1"),
         ("def apply(x): return x", "def helper(x):\n    return apply(x) + 1\nassert helper(1) == 2"),
-        (
-            "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
-            "assert f() == (1, 2)",
-        ),
+        ("P = collections.namedtuple('P', 'x y')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
         ("def f(x): return x", "import re\nassert re.match('a+', f('aa'))"),
     ],
 )
@@ -227,14 +210,10 @@ def test_all_or_nothing_stops_at_the_first_failure_and_partial_credit_does_not()
         ("print(0)", "wrong"),
         ("1 / 0", "error"),
         ("print(2 * int(input()))\n1 / 0", "error"),
-        ("print(2 * int(input()))\nimport sys\nsys.exit(1)", "error"),
-        ("syntax error", "error"),
-        ("import os\nos.kill(os.getpid(), 11)", "error"),
         ("while True: pass", "time"),
         ("import time\ntime.sleep(60)", "time"),
         ("x = bytearray(1 << 30)", "memory"),
         ("while True: print('x' * 10000)", "output"),
-        ("import numpy", "error"),
     ],
 )
 def test_a_program_that_fails_is_a_wrong_answer(program: str, counter: str) -> None:
@@ -273,9 +252,9 @@ def test_a_function_that_fails_is_a_wrong_answer(program: str, counter: str, sha
 
 @isolated
 def test_seconds_per_answer_limits_all_tests_together() -> None:
-    program, tests = "import time\ntime.sleep(1)\nprint(1)", {"inputs": [""] * 100, "outputs": ["1"] * 100}
-    found = counted(judge(program, tests, partial=True, seconds_per_test=1.0, seconds_per_answer=3.0))
-    assert found["passed"] <= 3 and found["time"] == 100 - found["passed"]
+    program, tests = "import time\ntime.sleep(0.5)\nprint(1)", {"inputs": [""] * 100, "outputs": ["1"] * 100}
+    found = counted(judge(program, tests, partial=True, seconds_per_test=1.0, seconds_per_answer=1.2))
+    assert found["passed"] <= 2 and found["time"] == 100 - found["passed"]
 
 
 @isolated
@@ -296,8 +275,9 @@ def test_listed_packages_can_be_imported() -> None:
     function = "import numpy as np\ndef f(n): return np.arange(n)"
     called = {"fn_name": "f", "inputs": ["2"], "outputs": ["[0, 1]"]}
     assert value(function, called, packages=("numpy",)) == 1.0
-    with pytest.raises(ScorerError, match="no_such_package"):
-        CodeTests(packages=("no_such_package",)).start()
+    for package in ("no_such_package", "../reward"):
+        with pytest.raises(ScorerError, match=f"packages: {package} is not installed"):
+            CodeTests(packages=(package,)).start()
 
 
 @isolated

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import make_spec
@@ -28,17 +28,11 @@ from tandem.reward.workers.function import (
     source_version,
     to_score,
 )
+from tests.support import scores
+from tests.support.scores import refused
 
 J = TypeVar("J")
-
-
-def item(solution: str) -> ScoreItem:
-    return ScoreItem("test", solution, "1")
-
-
-def why(score: Score) -> Unscored:
-    assert isinstance(score, Unscored), score
-    return score
+item = partial(scores.item, ground_truth="1")
 
 
 class _Scalar:
@@ -80,9 +74,8 @@ NO_NUMBERS = [math.nan, math.inf, None, "1", [1.0], {"acc": 1}, {"score": None},
 
 @pytest.mark.parametrize("result", [*NO_NUMBERS, _Unprintable(), "\ud800", MANY])
 def test_results_that_are_not_numbers_are_unscored(result: Any) -> None:
-    score = why(to_score(result))
-    assert score.reason == "invalid_input" and score.detail
-    score.detail.encode()  # it can be sent as UTF-8
+    reason, detail = refused(to_score(result))
+    assert reason == "invalid_input" and detail.encode()  # it can be sent as UTF-8
 
 
 FUNCTIONS = """
@@ -90,22 +83,17 @@ import asyncio
 from pathlib import Path
 import neighbour
 
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "raise":
-        raise KeyError("nothing here")
-    if solution_str == "leave":
-        raise SystemExit(1)
-    if solution_str == "memory":
-        raise MemoryError
-    if solution_str == "files":
-        raise OSError(24, "Too many open files")
-    if solution_str == "odd":
-        raise Odd
-    return {"score": float(solution_str == ground_truth), "bonus": neighbour.BONUS + extra_info.get("bonus", 0)}
-
 class Odd(Exception):
     def __str__(self):
         raise ValueError
+
+RAISED = {"raise": KeyError("nothing here"), "leave": SystemExit(1), "memory": MemoryError(), "odd": Odd(),
+          "files": OSError(24, "Too many open files")}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str in RAISED:
+        raise RAISED[solution_str]
+    return {"score": float(solution_str == ground_truth), "bonus": neighbour.BONUS + extra_info.get("bonus", 0)}
 
 async def later(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
@@ -157,11 +145,10 @@ batch = partial(loaded, BatchFunctionJudge)
 def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
     judge = loaded(FunctionJudge, f"{functions}:compute_score")
     assert judge.judge(ScoreItem("d", "1", "1", {"bonus": 1})) == Scored(1.0, {"bonus": 3.0})
-    raised = why(judge.judge(item("raise")))
-    assert raised == Unscored("crashed", "KeyError: 'nothing here' (functions.py:8)")
-    assert why(judge.judge(item("leave"))).reason == "crashed"
-    assert why(judge.judge(item("odd"))).detail.startswith("Odd: (without a message)")
-    assert why(judge.judge(item("files"))).reason == "limit"
+    assert judge.judge(item("raise")) == Unscored("crashed", "KeyError: 'nothing here' (functions.py:15)")
+    assert refused(judge.judge(item("leave")))[0] == "crashed"
+    assert refused(judge.judge(item("odd")))[1].startswith("Odd: (without a message)")
+    assert refused(judge.judge(item("files")))[0] == "limit"
     with pytest.raises(MemoryError):  # the process handles it
         judge.judge(item("memory"))
     assert loaded(FunctionJudge, f"{functions}:scaled", scale=3, more=1).judge(item("1")) == Scored(3.0)
@@ -170,7 +157,7 @@ def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
 def test_coroutine_functions(functions: Path) -> None:
     judge = loaded(CoroutineJudge, f"{functions}:later")
     fine, raised = judge.judge_batch([item("1"), item("raise")])
-    assert fine == Scored(0.5) and why(raised) == Unscored("crashed", "KeyError: 'later' (functions.py:26)")
+    assert fine == Scored(0.5) and raised == Unscored("crashed", "KeyError: 'later' (functions.py:21)")
     assert batch(f"{functions}:batch_later").judge_batch([item("a"), item("bc")]) == [
         Scored(1.0, {"seen": 2.0}),
         Scored(2.0, {"seen": 2.0}),
@@ -190,7 +177,7 @@ def test_coroutines_run_concurrently_and_time_out_one_by_one(tmp_path: Path) -> 
     judge = loaded(CoroutineJudge, f"{tmp_path}/meet.py:meet")
     first, never, last = replace(judge, seconds=1.5).judge_batch([item("a"), item("never"), item("b")])
     assert isinstance(first, Scored) and isinstance(last, Scored) and first.value == last.value == 1.0
-    assert why(never) == Unscored("timeout", "no answer within 1.5 s")
+    assert never == Unscored("timeout", "no answer within 1.5 s")
     (again,) = judge.judge_batch([item("c")])
     assert isinstance(again, Scored) and again.breakdown == first.breakdown, "the loop is the same for all calls"
 
@@ -204,22 +191,18 @@ def test_a_batch_function_is_called_with_verls_plural_arguments(functions: Path)
 def test_an_error_in_a_batch_affects_only_the_item_that_causes_it(functions: Path) -> None:
     judge = batch(f"{functions}:batch")
     texts = ["1", "1", "raise", "0", "1", "raise", "1"]
-    scores = judge.judge_batch([item(text) for text in texts])
-    for text, score in zip(texts, scores, strict=True):
+    judged = judge.judge_batch([item(text) for text in texts])
+    for text, score in zip(texts, judged, strict=True):
         if text == "raise":
-            assert why(score).reason == "crashed" and "KeyError: 'batch'" in why(score).detail
+            reason, detail = refused(score)
+            assert reason == "crashed" and "KeyError: 'batch'" in detail
         else:
             assert score == Scored(float(text == "1"))
 
 
 def test_a_batch_result_of_the_wrong_length_is_unscored(functions: Path) -> None:
-    for score in batch(f"{functions}:batch").judge_batch([item("1"), item("short")]):
-        assert why(score) == Unscored("crashed", "the function returned 1 results for 2 answers")
-
-
-def test_a_missing_function_of_a_module_is_named() -> None:
-    with pytest.raises(ScorerError, match="has no function nothing"):
-        load_function("tandem.reward.workers.function:nothing", {})
+    told = Unscored("crashed", "the function returned 1 results for 2 answers")
+    assert batch(f"{functions}:batch").judge_batch([item("1"), item("short")]) == [told] * 2
 
 
 @pytest.mark.parametrize(
@@ -235,6 +218,7 @@ def test_a_missing_function_of_a_module_is_named() -> None:
         ("{here}/lacking.py:f", {}, "does not import: ModuleNotFoundError: No module named 'surely_not_there'"),
         ("{here}/leaving.py:f", {}, "does not import: SystemExit: 3"),
         ("surely.not.there:f", {}, "no module named surely.not.there"),
+        ("tandem.reward.workers.function:nothing", {}, "has no function nothing"),
     ],
 )
 def test_functions_that_cannot_be_loaded(functions: Path, path: str, arguments: dict[str, Any], told: str) -> None:
@@ -262,7 +246,9 @@ def test_the_version_is_a_digest_of_the_file_and_nothing_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     version = hashlib.sha256(text).hexdigest()[:12]
     for path in ("house/score.py:f", f"{tmp_path}/house/score.py:f", "house.score:f", "house.score:g", "far_score:f"):
-        assert source_version(path) == make_spec(path, {}).version == version, path
+        spec = make_spec(path, {"a": 1})
+        assert (spec.isolation, spec.arguments) == ("worker", '{"a": 1}')
+        assert source_version(path) == spec.version == version, path
     assert source_version("house.rules:f") == hashlib.sha256(text + b"#").hexdigest()[:12]
     assert source_version("no/such.py:f") == source_version("house.no:f") == source_version("house:f") == ""
     assert make_spec("exact", {}).version == ExactMatch.VERSION

@@ -33,7 +33,7 @@ def test_batches_stay_within_max_batch_tokens() -> None:
 
 
 POISON = "☠"
-"""A token of the tokenizer that the model has no embedding for: the forward raises, and the process ends."""
+"""A token of the tokenizer that the model has no embedding for."""
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +117,6 @@ def test_items_that_the_model_cannot_take_are_unscored(model: RewardModel) -> No
     assert values([scores[2]]) == values([scores[5]]) == values(model.judge_batch([item("4")]))
 
 
-def test_an_answer_that_kills_the_process_does_not_affect_the_others(model: RewardModel) -> None:
-    before = model.judge_batch([item(str(n)) for n in range(6)])
-    poisoned = POISON + "x" * 140  # long enough to be alone in its batch: costs one process instead of two
-    scores = model.judge_batch([item(answer) for answer in ("0", "1", "2", poisoned, "3", "4", "5")])
-    reason, detail = refused(scores.pop(3))
-    assert reason == "crashed" and "exited with code 1; it last wrote: IndexError" in detail
-    assert values(scores) == pytest.approx(values(before), abs=1e-5)
-    assert model.figures()["reward_model_starts"] == 2.0
-
-
 # ---- without a process, because each one has to start torch ----
 
 
@@ -150,6 +140,11 @@ def answers_of(one: Classifier, *questions: tuple[Any, str]) -> list[Any]:
         found |= dict(message.get("scores", ()))
         found |= {number: tuple(rest) for number, *rest in message.get("refused", ())}
     return [found[number] for number in range(len(questions))]
+
+
+def test_what_the_model_raises_ends_the_process(folder: Path) -> None:
+    with pytest.raises(IndexError):
+        answers_of(classifier(folder), ("2+2?", "4"), ("2+2?", POISON))
 
 
 def test_without_a_chat_template_prompt_and_answer_are_a_pair(folder: Path, tmp_path: Path) -> None:
@@ -233,38 +228,35 @@ def test_a_batch_that_needs_too_much_memory_is_halved(folder: Path, monkeypatch:
     assert huge[0] == "limit" and "the device lacks the memory for" in huge[1]
 
 
+OWN_CONFIG = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.M"}}
+OWN_CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Own: pass\nclass M: pass\n"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("files", "options", "told"),
     [
-        ("causal", "has no weights for score.weight; it holds no sequence classifier"),
-        ("weights", "SafetensorError"),
-        ("tokenizer", "Error: "),
-        ("label", "label 3 is not there: the model has 3 labels"),
-        ("device", "Error: "),
-        ("code", "contains custom code"),
+        ({"model.safetensors": "no tensors"}, {}, "SafetensorError"),
+        ({"tokenizer.json": "{}"}, {}, "Error: "),
+        ({}, {"label": LABELS}, "label 3 is not there: the model has 3 labels"),
+        ({}, {"device": "cuda:99"}, "Error: "),
+        ({"config.json": json.dumps(OWN_CONFIG), "own.py": OWN_CODE}, {}, "contains custom code"),
     ],
+    ids=["weights", "tokenizer", "label", "device", "code"],
 )
-def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, told: str) -> None:
+def test_models_that_cannot_be_used(
+    folder: Path, tmp_path: Path, files: dict[str, str], options: dict[str, Any], told: str
+) -> None:
     place = tmp_path / "model"
-    options: dict[str, Any] = {}
-    if spoil == "causal":
-        build_tiny_model(place)
-    else:
-        shutil.copytree(folder, place)
-    if spoil == "weights":
-        (place / "model.safetensors").write_bytes(b"no tensors")
-    elif spoil == "tokenizer":
-        (place / "tokenizer.json").write_text("{}")
-    elif spoil == "label":
-        options = {"label": LABELS}
-    elif spoil == "device":
-        options = {"device": "cuda:99"}
-    elif spoil == "code":
-        config = json.loads((place / "config.json").read_text())
-        own = {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.M"}
-        (place / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": own}))
-        (place / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\nclass M: pass\n")
+    shutil.copytree(folder, place)
+    for name, text in files.items():
+        (place / name).write_text(text)
     with pytest.raises(SetupError) as caught:
         classifier(place, **options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
-    assert not (tmp_path / "ran").exists(), "no code of the folder is run"
+    assert not (place / "ran").exists(), "no code of the folder is run"
+
+
+def test_a_model_that_is_no_classifier_cannot_be_used(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path)
+    with pytest.raises(SetupError, match=r"has no weights for score\.weight; it holds no sequence classifier"):
+        classifier(tmp_path)

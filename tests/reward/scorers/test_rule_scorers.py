@@ -1,4 +1,4 @@
-"""Rule scorers: tags and formats, choices, short answers, lengths, repetition, language, JSON."""
+"""Rule scorers: tags and formats, choices, short answers, lengths, repetition, language, JSON, text and numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored
 from tandem.reward.contracts import Judge
-from tandem.reward.registry import make_spec
+from tandem.reward.scorers.exact import ExactMatch
 from tandem.reward.scorers.format import Format
 from tandem.reward.scorers.json_schema import JsonSchema
-from tandem.reward.scorers.language import LanguageConsistency, script_of, without_formulas
+from tandem.reward.scorers.language import LanguageConsistency, without_formulas
 from tandem.reward.scorers.multiple_choice import MultipleChoice
+from tandem.reward.scorers.numeric import NumericEquality, numbers_in
 from tandem.reward.scorers.overlong import Overlong
+from tandem.reward.scorers.regex import RegexMatch
 from tandem.reward.scorers.repetition import Repetition
 from tandem.reward.scorers.short_answer import ShortAnswer
 from tandem.reward.scorers.tags import Tags
@@ -75,13 +79,6 @@ def test_format_matches_each_part() -> None:
     whole = Format(order=("answer",), parts={"answer": "4"}, pattern="(?i)so .*", partial=True)
     assert whole.judge(item("So\n<answer>5</answer>")) == Scored(0.0, {"answer": 0.0, "pattern": 0.0})
     assert whole.judge(item("So <answer>5</answer>\n")) == Scored(0.5, {"answer": 0.0, "pattern": 1.0})
-
-
-def test_the_registry_keeps_the_order_of_parts() -> None:
-    spec = make_spec("format", {"order": ["think", "answer"], "parts": {"think": ".+", "answer": "4"}})
-    judge = spec.build()
-    assert isinstance(judge, Judge)
-    assert value(judge.judge(item("<think>a</think><answer>4</answer>"))) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -235,9 +232,12 @@ def test_language_options() -> None:
     both = LanguageConsistency(scripts=("Latin", "Han"))
     assert value(both.judge(item("答案 is yes"))) == 1.0
     assert value(LanguageConsistency(language="zh", ignore_formulas=False).judge(item("是 $x$"))) == 0.5
-    assert [script_of(one) for one in "aéяα中あァ한ا7 ́"][:10] == [
-        *("Latin", "Latin", "Cyrillic", "Greek", "Han", "Hiragana", "Katakana", "Hangul", "Arabic", "")
-    ]
+    scripts = ("Latin", "Latin", "Cyrillic", "Greek", "Han", "Hiragana", "Katakana", "Hangul", "Arabic")
+    for letter, script in zip("aéяα中あァ한ا", scripts, strict=True):
+        assert value(LanguageConsistency(scripts=(script,)).judge(item(letter))) == 1.0
+        assert value(LanguageConsistency(scripts=("Tamil",)).judge(item(letter))) == 0.0
+    for sign in "7\u0301\u2126µ𝑥":
+        assert value(LanguageConsistency(scripts=("Tamil",), unit="letters").judge(item(f"அ {sign}"))) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -303,3 +303,87 @@ def test_json_schema_fetches_nothing_and_has_limits() -> None:
     assert reason(JsonSchema().judge(item("[" * 200_000, True)), "deeper than 100") == "limit"
     assert reason(JsonSchema().judge(item("9" * 5000, True)), "5000 digits") == "limit"
     assert value(JsonSchema().judge(item("[" * 100 + "]" * 100, True))) == 1.0
+
+
+# ---- exact, numeric, regex ----
+
+EXACT, NUMERIC, MARKED = ExactMatch(), NumericEquality(), NumericEquality(marker="####")
+LAST_LINE, HASHES = ExactMatch(last_line=True), RegexMatch(pattern=r"#### (-?\d+)")
+
+
+@pytest.mark.parametrize(
+    ("judge", "solution", "truth", "expected"),
+    [
+        (EXACT, "42", "42", 1.0),
+        (EXACT, " 42\n", "42 ", 1.0),
+        (EXACT, "42", 42, 1.0),
+        (EXACT, "42.0", "42", 0.0),
+        (EXACT, "Paris", "paris", 0.0),
+        (EXACT, "", "42", 0.0),
+        (EXACT, "b", ["a", "b"], 1.0),
+        (EXACT, "c", ["a", "b"], 0.0),
+        (ExactMatch(ignore_case=True), "PARIS", "paris", 1.0),
+        (LAST_LINE, "12 + 3\nis\n 15 \n\n", "15", 1.0),
+        (LAST_LINE, "15\nor not", "15", 0.0),
+        (NUMERIC, "8 * 9 = 72.\n#### 72", "72", 1.0),
+        (NUMERIC, "#### 1,234", "1234", 1.0),
+        (NUMERIC, "it is 0.3333333", "1/3", 1.0),
+        (NUMERIC, "it is 0.33", "1/3", 0.0),
+        (NUMERIC, "seven", "7", 0.0),
+        (NUMERIC, "7", 7, 1.0),
+        (NUMERIC, "1000000.5", "1000000", 1.0),
+        (NUMERIC, "7", "#### 7", 1.0),
+        (MARKED, "#### 5 (checked 9 times)", "5", 1.0),
+        (MARKED, "the answer is 5", "5", 0.0),
+        (MARKED, "#### 3 and then #### x", "3", 1.0),
+        (MARKED, "#### 3 no, #### 5", "3", 0.0),
+        (HASHES, "#### 5\n#### 72", "72", 1.0),
+        (HASHES, "#### 72\n#### 5", "72", 0.0),
+        (HASHES, "72", "72", 0.0),
+        (HASHES, "#### -3", ["-3", "three"], 1.0),
+        (RegexMatch(pattern=r"<answer>.*</answer>", compare=False), "<answer>1</answer>", None, 1.0),
+        (RegexMatch(pattern=r"yes|no"), "no, yes", "yes", 1.0),
+        (RegexMatch(pattern=r"ANSWER (\w+)", ignore_case=True), "answer Paris", "PARIS", 1.0),
+    ],
+)
+def test_right_and_wrong_answers(judge: Judge, solution: str, truth: Any, expected: float) -> None:
+    assert value(judge.judge(item(solution, truth))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("the answer is 72.", [72.0]),
+        ("1,234 eggs", [1234.0]),
+        ("1,234,567.5", [1234567.5]),
+        ("1, 2, 3", [1.0, 2.0, 3.0]),
+        ("-5", [-5.0]),
+        ("= \u22125", [-5.0]),
+        ("5-3", [5.0, 3.0]),
+        ("(4)-3", [4.0, 3.0]),
+        ("-$5.50", [-5.5]),
+        ("$1,000", [1000.0]),
+        ("3/4 of it", [0.75]),
+        ("a/5", [5.0]),
+        ("1/0", []),
+        (".5", [0.5]),
+        ("1e3", [1000.0]),
+        ("1e9999", []),
+        ("2e", [2.0]),
+        ("50%", [50.0]),
+        ("no number", []),
+        ("", []),
+    ],
+)
+def test_numbers_in(text: str, found: list[float]) -> None:
+    assert numbers_in(text) == found
+
+
+def test_numeric_ground_truth_must_be_one_number() -> None:
+    for truth in ("1 or 2", math.nan):
+        assert reason(NumericEquality().judge(item("1", truth)), "not one number") == "invalid_input"
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, width=32))
+def test_numeric_accepts_what_python_writes(number: float) -> None:
+    assert value(NumericEquality().judge(item(f"so {number!r}", number))) == 1.0

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.protos.contracts import ScoreItem
 from tandem.reward.scorers.judge import TEMPLATE
-from tandem.reward.text.prompt_text import PromptTemplate, item_values
-from tandem.reward.text.verdict import NoVerdictError, VerdictReader
+from tandem.reward.text.judge_text import NoVerdictError, PromptTemplate, VerdictReader, item_values
 from tests.support.judge_calls import item
 
 FRAGMENTS = st.sampled_from(
@@ -126,6 +125,6 @@ def test_patterns_and_labels() -> None:
 
 
 def test_a_pattern_that_backtracks_forever_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.reward.text.verdict._PATTERN_SECONDS", 0.05)
+    monkeypatch.setattr("tandem.reward.text.judge_text._PATTERN_SECONDS", 0.05)
     with pytest.raises(NoVerdictError, match="the pattern took longer"):
         reader(pattern=r"(a|aa)+$").read("a" * 200 + "b")

@@ -1,28 +1,158 @@
-"""Group-relative judges: properties of win rates and ranks, order bias, sampling, small groups, and failed pairs."""
+"""Judges: requests, verdicts and votes of a chat model, its use by a service, pairs of answers, ranks in a group."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from contextlib import closing
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.types import Prompt, SamplingParameters, Trajectory
+from tandem.reward.config import RewardConfig
 from tandem.reward.scorers.group_rank import GroupRank, ranked
+from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.pairwise import Pairwise, choose_pairs, win_rates
-from tests.support import judge_calls
+from tandem.reward.scoring import ScoringCore
+from tandem.services.reward.service import score_item
+from tests.support.judge_calls import GOOD, ask, item, user_text
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 from tests.support.scores import refused, values
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
+# ---- requests ----
 
-def item(answer: str, group: str = "g") -> ScoreItem:
-    return ScoreItem("test", answer, None, {"prompt": "How many?"}, group=group)
+
+def test_the_judge_is_sent_the_filled_template_and_its_grade_is_the_score() -> None:
+    scores, asked = ask(GOOD, [item("two")], system="Be strict.", max_tokens=99, extra_body={"reasoning_effort": "low"})
+    assert scores == [Scored(7.0)]
+    (request,) = asked
+    assert request.path == "/v1/chat/completions"
+    assert "authorization" not in request.headers
+    assert request.body["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert "What is 1 + 1?" in user_text(request) and "\ntwo\n" in user_text(request)
+    del request.body["messages"]
+    assert request.body == {"model": "m", "temperature": 0.0, "max_tokens": 99, "reasoning_effort": "low"}
+
+
+def test_the_api_key_comes_from_the_environment_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    told = Answer({"error": "no such key: sk-secret"}, status=401)
+    scores, asked = ask(told, [item("two")], api_key_env="JUDGE_KEY")
+    assert asked[0].headers["authorization"] == "Bearer sk-secret"
+    reason, detail = refused(scores[0])
+    assert reason == "infrastructure" and "401" in detail and "sk-secret" not in detail
+    assert len(asked) == 1, "a wrong key is wrong the next time, too"
+    judge = GenerativeJudge(base_url="http://127.0.0.1:1", model="m", api_key_env="JUDGE_KEY")
+    assert "sk-secret" not in repr(judge)
+
+
+def test_an_item_without_a_placeholder_value_is_invalid_and_the_others_are_graded() -> None:
+    lacking = [
+        (ScoreItem("", "a", "2"), "extra_info.prompt is missing"),
+        (item("a", 7), "extra_info.prompt is neither text nor chat messages"),
+        (item("a", []), "neither text nor"),
+        (item("a", [{"role": "user", "content": [{"type": "image_url"}]}]), "neither text nor"),
+        (item("a", truth=None), "ground truth is missing"),
+    ]
+    scores, asked = ask(GOOD, [*(one for one, _ in lacking), item("two")])
+    assert scores.pop() == Scored(7.0) and len(asked) == 1
+    for score, (_, told) in zip(scores, lacking, strict=True):
+        reason, detail = refused(score)
+        assert reason == "invalid_input" and told in detail
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_an_unreadable_verdict_is_retried_only_above_temperature_0(temperature: float) -> None:
+    scores, asked = ask(
+        lambda asked: chat("dunno") if asked.number == 0 else GOOD, [item("two")], temperature=temperature
+    )
+    if temperature:
+        assert scores == [Scored(7.0)] and len(asked) == 2
+    else:
+        reason, detail = refused(scores[0])
+        assert reason == "crashed" and "no JSON with score in the judge's answer 'dunno'" in detail and len(asked) == 1
+
+
+def test_a_missing_verdict_has_its_reason() -> None:
+    cut, _ = ask(chat("I think", finish_reason="length"), [item("two")], max_tokens=5)
+    assert refused(cut[0])[0] == "crashed" and "it was cut at max_tokens 5" in refused(cut[0])[1]
+    silent, _ = ask(chat(None, finish_reason="content_filter"), [item("two")])
+    assert refused(silent[0]) == ("crashed", "the judge gave no text (finish_reason 'content_filter')")
+
+
+# ---- votes ----
+
+
+@pytest.mark.parametrize(
+    ("how", "grades", "value"),
+    [
+        ("mean", [2, 8, 3, 2, 5], 4.0),
+        ("median", [2, 8, 3, 2, 5], 3.0),
+        ("majority", [5, 5, 1], 5.0),
+        ("majority", [3, 2, 3, 1, 2, 9], 2.0),
+    ],
+)
+def test_votes_are_combined_and_their_spread_is_reported(how: Any, grades: list[int], value: float) -> None:
+    answer = [chat(json.dumps({"score": grade})) for grade in grades]
+    options = {"votes": len(grades), "combine": how, "temperature": 1.0}
+    scores, asked = ask(lambda asked: answer[asked.number], [item("two")], **options)
+    assert scores == [Scored(value, {"spread": max(grades) - min(grades)})] and len(asked) == len(grades)
+
+
+def test_a_failed_vote_leaves_the_item_unscored() -> None:
+    def answer(asked: Asked) -> Answer:
+        return Answer({"error": "too long"}, status=400) if asked.number == 1 else GOOD
+
+    scores, _ = ask(answer, [item("two")], votes=3, temperature=1.0)
+    assert refused(scores[0])[0] == "invalid_input"
+
+
+# ---- in a service ----
+
+
+GRADED = """
+[[components]]
+scorer = "exact"
+weight = 10.0
+[[components]]
+scorer = "strict"
+from = [0.0, 10.0]
+to = [0.0, 1.0]
+"""
+
+
+def test_a_service_that_declares_a_judge_lets_clients_use_it_by_name() -> None:
+    with MisbehavingServer(GOOD) as server:
+        arguments = {"base_url": server.url, "model": "m", "system": "Be strict."}
+        declared = {"strict": {"scorer": "judge", "arguments": arguments}}
+        with closing(ScoringCore(RewardConfig.model_validate({"scorers": declared}))) as core:
+            rubric = core.compile(GRADED)
+            assert core.score(rubric, [item("2"), item("3")], "calls") == [
+                Scored(10.7, {"exact": 1.0, "strict": 0.7}),
+                Scored(0.7, {"exact": 0.0, "strict": 0.7}),
+            ]
+            assert core.figures()["judge_requests:strict"] == 2.0
+        assert server.asked[0].body["messages"][0] == {"role": "system", "content": "Be strict."}
+
+
+def test_groups_of_a_run_show_the_judge_their_prompt() -> None:
+    sampling = SamplingParameters()
+    asked_for = ({"role": "user", "content": "1 + 1?"},)
+    prompt = Prompt(0, 0, np.array([1], np.int32), 1, sampling, ground_truth="2", messages=asked_for)
+    scores, asked = ask(GOOD, [score_item(prompt, Trajectory(0, "policy", (), "two", "stop", sampling))])
+    assert scores == [Scored(7.0)] and "[Question]\n1 + 1?\n" in user_text(asked[0])
+
+
+# ---- pairs of answers ----
 
 
 def shown(asked: Asked) -> tuple[str, str]:
@@ -37,34 +167,32 @@ def larger_wins(asked: Asked) -> Answer:
     return chat("I see. [[TIE]]" if a == b else "[[B]] or rather [[A]]" if a > b else "[[B]]")
 
 
-ask = partial(judge_calls.ask, kind=Pairwise)
-
-
-# ---- pairs by a chat model ----
+compare = partial(ask, kind=Pairwise)
 
 
 def test_the_score_is_the_share_of_the_group_that_an_answer_beats() -> None:
-    others = item("5", "other"), item("4", "other")
-    scores, asked = ask(larger_wins, [item("1"), item("7"), item("3"), item("7.0"), *others])
+    others = item("5", group="other"), item("4", group="other")
+    scores, asked = compare(larger_wins, [item("1"), item("7"), item("3"), item("7.0"), *others])
     assert values(scores) == [0.0, 5 / 6, 1 / 3, 5 / 6, 1.0, 0.0]
     assert len(asked) == 2 * 6 + 2, "each pair twice, and none across groups"
     assert Counter(frozenset(shown(one)) for one in asked)[frozenset({"1", "7"})] == 2
 
 
 def test_a_judge_that_prefers_a_position_yields_ties() -> None:
-    scores, _ = ask(chat("[[A]]"), [item(str(n)) for n in range(4)])
+    scores, _ = compare(chat("[[A]]"), [item(str(n)) for n in range(4)])
     assert values(scores) == [0.5] * 4
-    biased, asked = ask(chat("[[A]]"), [item(str(n)) for n in range(4)], swap=False)
+    biased, asked = compare(chat("[[A]]"), [item(str(n)) for n in range(4)], swap=False)
     assert len(asked) == 6 and sum(values(biased)) == 2.0
 
 
 def test_equal_texts_are_a_tie_without_a_request() -> None:
-    scores, asked = ask(larger_wins, [item("1"), item("1"), item("1")])
+    scores, asked = compare(larger_wins, [item("1"), item("1"), item("1")])
     assert values(scores) == [0.5] * 3 and asked == []
 
 
 def test_an_answer_without_others_in_its_group_is_unscored() -> None:
-    scores, asked = ask(larger_wins, [item("1", ""), item("2", ""), item("3", "alone"), item("1"), item("2")])
+    alone = item("1", group=""), item("2", group=""), item("3", group="alone")
+    scores, asked = compare(larger_wins, [*alone, item("1"), item("2")])
     assert refused(scores[0])[0] == "invalid_input" and "has no group" in refused(scores[0])[1]
     assert refused(scores[1]) == refused(scores[0])
     assert refused(scores[2]) == ("invalid_input", "group 'alone' has no other answer to compare with")
@@ -75,24 +203,24 @@ def test_a_failed_comparison_affects_its_two_answers_only() -> None:
     def answer(asked: Asked) -> Answer:
         return Answer(status=503) if shown(asked) == ("2", "0") else larger_wins(asked)
 
-    scores, asked = ask(answer, [item(str(n)) for n in range(4)], max_attempts=2)
+    scores, asked = compare(answer, [item(str(n)) for n in range(4)], max_attempts=2)
     assert refused(scores[0])[0] == "infrastructure" and refused(scores[0]) == refused(scores[2])
     assert scores[1] == Scored(1 / 3) and scores[3] == Scored(1.0)
     assert len(asked) == 2 * 6 + 1
 
 
 def test_an_unreadable_verdict_is_not_a_tie() -> None:
-    scores, _ = ask(chat("both fine"), [item("1"), item("2")])
+    scores, _ = compare(chat("both fine"), [item("1"), item("2")])
     assert [refused(score)[0] for score in scores] == ["crashed"] * 2
 
 
 def test_opponents_limits_the_comparisons_of_each_answer() -> None:
-    scores, asked = ask(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
+    scores, asked = compare(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
     met = Counter(text for one in asked for text in shown(one))
     assert set(met.values()) == {8}, "four opponents (three, rounded up to an even number), each twice"
     by_value = dict(zip((str(n) for n in range(9)), values(scores), strict=True))
     assert by_value["0"] == 0.0 and by_value["8"] == 1.0
-    again, _ = ask(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
+    again, _ = compare(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
     assert again == scores, "chosen by the texts, not by chance"
 
 
