@@ -114,37 +114,35 @@ class GroupResult:
     figures: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
 class GroupLeases:
     """Groups of one stage of the buffer as a `LeaseSource`.
 
     It calls `report` before it saves work, so that the registry's figures count all that others read from the buffer.
     """
 
-    def __init__(
-        self, buffer: Buffer, stage: Stage, worker: str, lease_seconds: float, report: Callable[[], None] = lambda: None
-    ) -> None:
-        self._buffer = buffer
-        self._stage = stage
-        self._worker = worker
-        self._lease_seconds = lease_seconds
-        self._report = report
+    buffer: Buffer
+    stage: Stage
+    worker: str
+    lease_seconds: float
+    report: Callable[[], None] = lambda: None
 
     def claim(self, limit: int, timeout_seconds: float) -> Sequence[Claim]:
-        return self._buffer.claim(self._stage, self._worker, limit, self._lease_seconds, timeout_seconds)
+        return self.buffer.claim(self.stage, self.worker, limit, self.lease_seconds, timeout_seconds)
 
     def renew(self, leases: Sequence[Claim], partials: Mapping[int, bytes]) -> Collection[int]:
         if partials:
-            self._report()
-        return self._buffer.renew(leases, self._lease_seconds, partials)
+            self.report()
+        return self.buffer.renew(leases, self.lease_seconds, partials)
 
     def complete(self, lease: Claim, result: GroupResult) -> bool:
-        self._report()
-        return self._buffer.complete(lease, result.payload, result.headers)
+        self.report()
+        return self.buffer.complete(lease, result.payload, result.headers)
 
     def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
         if partial is not None:
             self.renew([lease], {lease.token: partial})
-        outcome = self._buffer.release(lease, release.reason, release.kind, release.detail)
+        outcome = self.buffer.release(lease, release.reason, release.kind, release.detail)
         if release.detail:
             words = (lease.group_id, outcome, release.reason, release.detail)
             log.warning("group %s is %s (%s): %s", *words, extra={"group": lease.group_id})

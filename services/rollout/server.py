@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import grpc
 import numpy as np
@@ -22,20 +22,20 @@ Claims = LeaseLoop[Claim, GroupResult]
 Context = grpc.aio.ServicerContext
 
 
+@dataclass(frozen=True, slots=True)
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """gRPC `RolloutService` of one sampler."""
 
-    def __init__(self, name: str, engine: Sampler, claims: Claims, max_response_tokens: int) -> None:
-        self._name = name
-        self._engine = engine
-        self._claims = claims
-        self._max_response_tokens = max_response_tokens
+    name: str
+    engine: Sampler
+    claims: Claims
+    max_response_tokens: int
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateReply:
         """Samples every item. If a version is required, a token of another one fails the call (NotAdmittedError)."""
         required = request.required_version if request.HasField("required_version") else None
-        if required is not None and self._engine.policy_version != required:
-            raise NotAdmittedError(f"asked for version {required}, {self._name} carries {self._engine.policy_version}")
+        if required is not None and self.engine.policy_version != required:
+            raise NotAdmittedError(f"asked for version {required}, {self.name} carries {self.engine.policy_version}")
         sampling = self._sampling(request.sampling)
         items = await asyncio.gather(*(self._sample(n, item, sampling) for n, item in enumerate(request.items)))
         reply = rollout_pb2.GenerateReply(items=[rollout_pb2.GenerateReply.Item(samples=samples) for samples in items])
@@ -47,17 +47,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.SamplerState:
         """Stops claiming prompts. Groups in flight continue."""
-        self._claims.paused = True
+        self.claims.paused = True
         return self._state()
 
     async def Resume(self, request: rollout_pb2.ResumeRequest, context: Context) -> rollout_pb2.SamplerState:
-        self._claims.paused = False
+        self.claims.paused = False
         return self._state()
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.SamplerState:
         """Pauses, and replies once nothing is in flight or at the deadline. The reply says which."""
-        self._claims.paused = True
-        await self._claims.drained(request.timeout_seconds)
+        self.claims.paused = True
+        await self.claims.drained(request.timeout_seconds)
         return self._state()
 
     async def JoinWeightGroup(
@@ -65,7 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.JoinWeightGroupReply:
         group = (request.group_name, request.world_size, request.backend)
         address = WeightGroupAddress(request.host, request.port, *group)
-        await self._engine.join_weight_group(address, request.first_rank, request.timeout_seconds)
+        await self.engine.join_weight_group(address, request.first_rank, request.timeout_seconds)
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(
@@ -73,14 +73,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.UpdateWeightsReply:
         """Receives a version during sampling and applies it between two steps."""
         manifest = decode_manifest(request.manifest)
-        report = await self._engine.update_weights(manifest, request.group_name, request.timeout_seconds)
+        report = await self.engine.update_weights(manifest, request.group_name, request.timeout_seconds)
         return rollout_pb2.UpdateWeightsReply(policy_version=manifest.policy_version, **asdict(report))
 
     def _state(self) -> rollout_pb2.SamplerState:
         return rollout_pb2.SamplerState(
-            paused=self._claims.paused,
-            groups_in_flight=self._claims.num_held,
-            policy_version=self._engine.policy_version,
+            paused=self.claims.paused,
+            groups_in_flight=self.claims.num_held,
+            policy_version=self.engine.policy_version,
         )
 
     def _sampling(self, message: rollout_pb2.SamplingParameters) -> SamplingParameters:
@@ -89,7 +89,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             temperature=message.temperature,
             top_p=message.top_p or 1.0,
             top_k=message.top_k,
-            max_tokens=message.max_tokens or self._max_response_tokens,
+            max_tokens=message.max_tokens or self.max_response_tokens,
             seed=message.seed if message.HasField("seed") else None,
             stop=tuple(message.stop),
             repetition_penalty=message.repetition_penalty or 1.0,
@@ -103,7 +103,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         prompt = np.frombuffer(item.prompt_ids, "<i4")
         # Items of one request have different random numbers.
         key = f"generate-{number}" if sampling.seed is not None else ""
-        rows = await self._engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
+        rows = await self.engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
         return [_sample_message(row, len(prompt)) for row in rows]
 
 

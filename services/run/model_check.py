@@ -51,9 +51,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
     config = _read_json(folder / "config.json", what)
     architecture = _architecture(folder, config, recipe.rollout.engine)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"model.path {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save it there beside the model"
-        )
+        names = ", ".join(_TOKENIZER_FILES)
+        raise ModelError(f"{what}: no tokenizer (none of {names}); save it there beside the model")
     if not recipe.model.chat_template and not _has_template(folder):
         remedy = "set model.chat_template to a file with a Jinja template"
         raise ModelError(f"{what}: its tokenizer has no chat template; {remedy}")

@@ -186,43 +186,41 @@ def wait_for_endpoints(
             log.info("evaluation waits for %s", "the reward service" if samplers else f"a sampler{carrying}")
 
 
+@dataclass(slots=True)
 class BackgroundEvaluation:
     """Evaluates a published version while the next batch is trained. The next publication waits until it is `over`."""
 
-    def __init__(
-        self, buffer: Buffer, recipe: Recipe, stop: threading.Event, done: Callable[[Evaluation], None]
-    ) -> None:
-        self._buffer = buffer
-        self._recipe = recipe
-        self._stop = stop
-        self._done = done
-        self._prompts: Sequence[Prompt] = ()
-        self._running: Future[None] | None = None
+    buffer: Buffer
+    recipe: Recipe
+    stop: threading.Event
+    done: Callable[[Evaluation], None]
+    prompts: Sequence[Prompt] = ()
+    running: Future[None] | None = None
 
     def start(self, version: int, patience_seconds: float) -> None:
         """Starts an evaluation, which gives up and logs it if no sampler has the version within the patience."""
-        assert self._running is None, "one evaluation at a time"
-        self._running = in_thread("evaluation", self._run, version, patience_seconds)
+        assert self.running is None, "one evaluation at a time"
+        self.running = in_thread("evaluation", self._run, version, patience_seconds)
 
     def over(self, timeout_seconds: float) -> bool:
         """Whether none is running or it ended within the time. Raises the error that ended it."""
-        if self._running is None:
+        if self.running is None:
             return True
         deadline = time.monotonic() + timeout_seconds
-        while not wait([self._running], _POLL_SECONDS).done:
-            if self._stop.is_set() or time.monotonic() > deadline:
+        while not wait([self.running], _POLL_SECONDS).done:
+            if self.stop.is_set() or time.monotonic() > deadline:
                 return False
-        ended, self._running = self._running, None
+        ended, self.running = self.running, None
         ended.result()  # a bug must end the trainer, not only the thread
         return True
 
     def _run(self, version: int, patience_seconds: float) -> None:
-        if not self._prompts:
-            self._prompts = load_evaluation_prompts(self._recipe)
-        endpoints = wait_for_endpoints(self._buffer, self._recipe, version, patience_seconds, self._stop)
+        if not self.prompts:
+            self.prompts = load_evaluation_prompts(self.recipe)
+        endpoints = wait_for_endpoints(self.buffer, self.recipe, version, patience_seconds, self.stop)
         if endpoints is not None:
-            self._done(evaluate(version, self._prompts, endpoints))
-        elif not self._stop.is_set():
+            self.done(evaluate(version, self.prompts, endpoints))
+        elif not self.stop.is_set():
             words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
             log.warning(words, version, patience_seconds, extra={"version": version})
 

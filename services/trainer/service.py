@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,21 +70,19 @@ def make_learner(recipe: Recipe) -> tuple[Learner, WeightSender]:
     return learner, WeightSender(learner, bucket_bytes=bucket_bytes, device=learner.device, adapters=adapters)
 
 
+@dataclass(slots=True)
 class Trainer:
     """The training loop. `rank_zero` is None on the other ranks, which follow rank 0's orders."""
 
-    def __init__(
-        self, recipe: Recipe, buffer: Buffer, learner: Learner, sender: WeightSender, rank_zero: RankZero | None
-    ) -> None:
-        self.recipe = recipe
-        self.buffer = buffer
-        self.learner = learner
-        self.sender = sender
-        self.rank_zero = rank_zero
-        self.clock = PhaseClock()
-        self.version = 0
-        self.saved_version = -1
-        self.skipped_batches = 0
+    recipe: Recipe
+    buffer: Buffer
+    learner: Learner
+    sender: WeightSender
+    rank_zero: RankZero | None
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    version: int = 0
+    saved_version: int = -1
+    skipped_batches: int = 0
 
     def run(self) -> bool:
         """Trains until the last batch, or until no group is left. Returns False if it was stopped before."""
