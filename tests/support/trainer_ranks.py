@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from tandem.trainer.backend.deepspeed.engine import join_process_group, leave_process_group
-from tandem.trainer.config import TrainerConfig
 from tests.support import engine_rank, learner_rank, token_model_rank
 
 
@@ -41,7 +40,7 @@ def main(model: Path, untied: Path, folder: Path) -> None:
         backend: run_backend(backend, model, folder / backend) for backend in ("deepspeed", "fsdp")
     }
     for name, path in (("tied", model), ("untied", untied)) if distributed.get_world_size() == 2 else ():
-        weights, report[name] = token_model_rank.train(path, TrainerConfig(zero_stage=3, gradient_clip=0.0))
+        weights, report[name] = token_model_rank.train(path)
         save_file(weights, folder / f"{name}{rank}.safetensors")
     leave_process_group()
     (folder / f"rank{rank}.json").write_text(json.dumps(report))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.trainer.batch.ragged import spread
 from tandem.trainer.estimators.inputs import EstimatorBatch
-from tandem.trainer.estimators.options import GaeOptions, estimator_models
+from tandem.trainer.estimators.options import estimator_models
 from tandem.trainer.estimators.registry import Estimate, estimate
 from tandem.trainer.estimators.scans import BLOCK, discounted_sums, running_sums
 
@@ -195,32 +195,6 @@ def test_whitened_advantages_have_mean_zero(name: str, batch: EstimatorBatch) ->
 def test_a_group_without_variance_gets_exactly_zero(name: str, batch: EstimatorBatch, score: float) -> None:
     same = with_scores(batch, torch.full_like(batch.scores_R, score))
     assert not run(same, name).advantages_N.any()
-
-
-@many
-@given(batches(), st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.sampled_from([0.0, 0.7, 1.0]))
-def test_gae_agrees_with_the_recursion(batch: EstimatorBatch, gamma: float, lam: float) -> None:
-    assert batch.values_N is not None
-    want_N = torch.zeros_like(batch.rewards_N)
-    for tokens in rows_of(batch):
-        next_value = next_advantage = 0.0
-        for token in reversed(tokens.tolist()):
-            value = float(batch.values_N[token])
-            delta = float(batch.rewards_N[token]) + gamma * next_value - value
-            next_advantage = delta + gamma * lam * next_advantage
-            next_value = value
-            want_N[token] = next_advantage
-    got = estimate(batch, GaeOptions(gamma=gamma, lam=lam, whiten=False))
-    torch.testing.assert_close(got.advantages_N, want_N, **CLOSE)
-    torch.testing.assert_close(got.returns_N, want_N + batch.values_N, **CLOSE)
-
-
-@many
-@given(batches())
-def test_gae_returns_without_discount_are_the_reward_to_go(batch: EstimatorBatch) -> None:
-    to_go_N = torch.cat([batch.rewards_N[row].flip(0).cumsum(0).flip(0) for row in rows_of(batch)])
-    for name in ("gae", "reinforce_plus_plus", "remax"):
-        torch.testing.assert_close(run(batch, name).returns_N, to_go_N, **CLOSE)
 
 
 @many

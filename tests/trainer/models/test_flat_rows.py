@@ -231,7 +231,7 @@ EVERYTHING = {
 
 @pytest.mark.parametrize(
     "given",
-    [{"zero_stage": 0}, EVERYTHING, {"lora": {"rank": 4}, "gradient_checkpointing": True}],
+    [{"zero_stage": 0}, EVERYTHING, {"zero_stage": 0, "lora": {"rank": 4}, "gradient_checkpointing": True}],
     ids=["default", "critic, reference, entropy, rejection", "adapters, checkpointed activations"],
 )
 def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Path, given: Any) -> None:

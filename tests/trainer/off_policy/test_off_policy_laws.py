@@ -109,14 +109,6 @@ def test_an_on_policy_batch_has_weights_1_and_rejects_nothing(batch: Batch, opti
     assert all(value == 0.0 for name, value in figures.items() if name.endswith(zero))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_an_on_policy_batch_passes_every_preset(name: str) -> None:
-    batch = Batch([3, 0, 5], 1)
-    batch.proximal_N = batch.behavior_N
-    corrected = batch.correct(CorrectionOptions(preset=name))
-    assert corrected.keep_N.all() and torch.equal(corrected.weights_N, torch.ones_like(corrected.weights_N))
-
-
 @laws
 @given(batch=batches(), options=correction_options())
 def test_weights_and_masks_require_no_gradient(batch: Batch, options: CorrectionOptions) -> None:
@@ -125,32 +117,6 @@ def test_weights_and_masks_require_no_gradient(batch: Batch, options: Correction
     corrected, sums = batch.correct(options), batch.sums(options)
     found = [getattr(corrected, name) for name in ("weights_N", "keep_N", "log_ratio_N", "ratio_N", "bounded_N")]
     assert not any(tensor.requires_grad for tensor in [*found, sums.sums_SK, sums.maxima_SM])
-
-
-@laws
-@given(
-    batch=batches(), level=st.sampled_from(["token", "sequence", "geometric"]), caps=st.tuples(*[st.floats(1, 9)] * 2)
-)
-def test_weights_grow_with_the_cap_up_to_the_ratio(batch: Batch, level: str, caps: tuple[float, float]) -> None:
-    low, high = (
-        batch.correct(CorrectionOptions(weights=WeightOptions(level=level, high=cap)))  # type: ignore[arg-type]
-        for cap in sorted(caps)
-    )
-    assert (low.weights_N <= high.weights_N).all()
-    assert torch.equal(high.weights_N, high.ratio_N.clamp(max=max(caps)))
-    zeroed = batch.correct(
-        CorrectionOptions(weights=WeightOptions(level=level, high=max(caps), outside="zero"))  # type: ignore[arg-type]
-    )
-    assert (zeroed.weights_N <= high.weights_N).all()
-
-
-@laws
-@given(batch=batches(), test=rejection_options(), slack=st.floats(0.0, 3.0))
-def test_wider_bounds_keep_more(batch: Batch, test: RejectionOptions, slack: float) -> None:
-    assert test.high is not None
-    wider = test.model_copy(update={"high": test.high + slack})
-    narrow, wide = (batch.correct(CorrectionOptions(rejections=(one,))).keep_N for one in (test, wider))
-    assert (narrow <= wide).all()
 
 
 @laws
