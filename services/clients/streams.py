@@ -72,7 +72,7 @@ class StreamRetry:
         if error is not None and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             return
         self._lost_at = now if self._lost_at is None else self._lost_at
-        if error is not None and now - self._lost_at > self._retry_seconds:
+        if error is not None and error.code() in _RETRYABLE and now - self._lost_at > self._retry_seconds:
             raise from_rpc_error(error) from error
         await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)

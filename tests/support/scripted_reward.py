@@ -16,7 +16,6 @@ from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from tandem.protos.errors import JobError, JobExistsError, ScorerError, UnavailableError, UnknownJobError
 from tandem.services.reward.wire import read_items, reply_of, with_faults
-from tandem.services.rpc import client as rpc_client
 from tandem.services.rpc.server import ServerThread
 
 Item = reward_pb2.ScoreRequest.Item
@@ -213,14 +212,11 @@ def scripted() -> Iterator[tuple[ScriptedReward, str]]:
 
 @pytest.fixture
 def service(scripted: tuple[ScriptedReward, str], monkeypatch: pytest.MonkeyPatch) -> ScriptedReward:
-    """The service as new, at the address that clients find. They pause shortly before they repeat a call."""
+    """The service as new, at the address that clients find. They pause shortly before they resume a stream."""
     servicer, address = scripted
     servicer.__init__()  # type: ignore[misc]
     monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
     monkeypatch.setattr("tandem.services.clients.streams._FIRST_PAUSE_SECONDS", 0.001)
-    options = dict(rpc_client._CLIENT_OPTIONS)
-    config = str(options["grpc.service_config"]).replace('"0.1s"', '"0.001s"').replace('"2s"', '"0.01s"')
-    monkeypatch.setattr(rpc_client, "_CLIENT_OPTIONS", [*{**options, "grpc.service_config": config}.items()])
     return servicer
 
 

@@ -113,7 +113,7 @@ def test_a_late_reply_is_a_deadline_error(service: ScriptedReward) -> None:
             list(client.score_stream(items_of(1, 2)))
 
 
-@pytest.mark.usefixtures("service")
+@pytest.mark.usefixtures("service", "no_retries")
 def test_an_unreachable_service_is_named_with_its_address() -> None:
     with RewardClient("127.0.0.1:1", retry_seconds=0.1) as client:
         with pytest.raises(UnavailableError, match=r"reward service at 127\.0\.0\.1:1 cannot be reached"):

@@ -69,6 +69,7 @@ def test_a_broken_submission_is_resumed(service: ScriptedReward, client: RewardC
     assert job.num_items == 5000
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_another_client_resumes_a_submission_with_the_same_items(service: ScriptedReward) -> None:
     service.breaks = [6] + [-1] * 500
     everything = items_of(*range(5000))
@@ -83,6 +84,7 @@ def test_another_client_resumes_a_submission_with_the_same_items(service: Script
     assert [item.solution for item in service.jobs["k"].items] == [str(number) for number in range(5000)]
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_key_whose_job_holds_other_items_is_refused(service: ScriptedReward) -> None:
     for other in (
         items_of(*range(100)),
@@ -107,6 +109,7 @@ def test_a_broken_watch_resumes_after_the_last_event(service: ScriptedReward, cl
     assert len(rest) == 4
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_watch_of_a_job_that_does_not_end_has_a_deadline(service: ScriptedReward, client: RewardClient) -> None:
     service.breaks = [1] + [-1] * 500
     with RewardClient(client.addresses, retry_seconds=0.01) as hasty, pytest.raises(UnavailableError):
