@@ -20,9 +20,10 @@ from tandem.reward.sandbox.launcher import (
     BubblewrapLauncher,
     IsolationName,
     Launcher,
+    Layout,
     ZygoteLauncher,
+    layout_for,
 )
-from tandem.reward.sandbox.layout import Layout, layout_for
 from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxError
 
 START_SECONDS = 30.0

@@ -145,16 +145,12 @@ def test_a_sum_that_is_not_finite_is_unscored(value: float) -> None:
     )
 
 
-def test_the_breakdown_names_parts_below_their_component() -> None:
+def test_the_breakdown_names_parts_below_their_component_and_is_that_of_a_single_scorer() -> None:
     rubric = Rubric((Component("math", EXACT, weight=0.5), Component("", EXACT)))
     result = rubric.combine([Scored(1.0, {"acc": 1.0}), Scored(2.0, {"own": 3.0})])
     assert result == Scored(2.5, {"math": 1.0, "math/acc": 1.0, "own": 3.0})
-
-
-def test_a_single_scorer_keeps_its_breakdown() -> None:
-    rubric = Rubric.alone(EXACT)
-    assert rubric.combine([Scored(0.5, {"acc": 1.0})]) == Scored(0.5, {"acc": 1.0})
-    assert rubric.combine([Unscored("timeout", "10 s")]) == Unscored("timeout", "10 s")
+    for score in (Scored(0.5, {"acc": 1.0}), Unscored("timeout", "10 s")):
+        assert Rubric.alone(EXACT).combine([score]) == score
 
 
 def test_stages_end_with_gates() -> None:

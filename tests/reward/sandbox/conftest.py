@@ -15,8 +15,7 @@ import pytest
 from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox.inside import seccomp as filter_program
 from tandem.reward.sandbox.isolation import SandboxPool, find_isolation, open_sandboxes
-from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
-from tandem.reward.sandbox.layout import layout_for
+from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher, layout_for
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
 from tests.support.sandbox_runs import ATTEMPT, LIMITS, SECRET, Launcher, Run
 

@@ -206,6 +206,21 @@ def test_each_sandbox_is_handed_out_once_and_spares_are_started(pool: SandboxPoo
     assert len(pool._spare) == 2
 
 
+def test_a_closed_pool_hands_out_nothing_and_leaves_no_process() -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    made = open_sandboxes(allow_unsandboxed=True)
+    taken = made.take()
+    family = [one.pid for one in psutil.Process().children(recursive=True) if one.pid not in before]
+    taken.close()
+    for _ in range(2):
+        made.close()
+    with pytest.raises(SandboxError, match="closed"):
+        made.take()
+    assert family
+    for pid in family:
+        wait_until_gone(pid)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
     shared_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
@@ -229,21 +244,6 @@ def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
                 assert how == signal.SIGKILL
     assert done == 4 and shared_pool._launcher is not launcher
     wait_until_gone(zygote.pid)
-
-
-def test_a_closed_pool_hands_out_nothing_and_leaves_no_process() -> None:
-    before = {one.pid for one in psutil.Process().children(recursive=True)}
-    made = open_sandboxes(allow_unsandboxed=True)
-    taken = made.take()
-    family = [one.pid for one in psutil.Process().children(recursive=True) if one.pid not in before]
-    taken.close()
-    for _ in range(2):
-        made.close()
-    with pytest.raises(SandboxError, match="closed"):
-        made.take()
-    assert family
-    for pid in family:
-        wait_until_gone(pid)
 
 
 RUBRIC = '[[components]]\nname = "tests"\nscorer = "code"\narguments = {seconds_per_test = 1.0}\n'

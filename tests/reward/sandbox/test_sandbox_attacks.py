@@ -180,7 +180,7 @@ SERVICE = """
 import sys
 sys.path.insert(0, {root!r})
 from {module} import {kind}
-from tandem.reward.sandbox.layout import layout_for
+from tandem.reward.sandbox.launcher import layout_for
 from tandem.reward.sandbox.sandbox import Limits
 made = {kind}(layout_for())
 sandbox = made.open(seccomp=False)

@@ -26,8 +26,8 @@ from tandem.reward.sandbox.launcher import (
     BubblewrapLauncher,
     bubblewrap_arguments,
     find_bubblewrap,
+    layout_for,
 )
-from tandem.reward.sandbox.layout import layout_for
 from tandem.reward.sandbox.sandbox import Limits, SandboxError
 from tandem.services.commands import doctor
 from tests.support.paths import ROOT
@@ -229,11 +229,8 @@ def test_without_isolation_programs_have_limits_and_an_empty_environment(
         said(go(["", f"import os\nos.symlink({str(tmp_path)!r}, 'link')"]))
         assert alive(sandbox)
     assert not Path(folder).exists() and (tmp_path / "kept").exists(), "a link in the working folder is not followed"
-
-
-def test_without_isolation_daemons_are_killed(tmp_path: Path) -> None:
     with closing(BareLauncher(layout_for()).open(seccomp=False)) as sandbox:
         sandbox.await_ready(60.0)
         assert sandbox.run("script", ["", DAEMON.format(folder=str(tmp_path))], LIMITS).exit_code == 0
         daemon = int((tmp_path / "beat").read_text())
-        settles(lambda: not psutil.pid_exists(daemon), "it lives")
+        settles(lambda: not psutil.pid_exists(daemon), "a daemon survived its run")

@@ -186,6 +186,8 @@ def test_a_batch_function_is_called_with_verls_plural_arguments(functions: Path)
     judge = batch(f"{functions}:batch", scale=2.0)
     assert judge.judge_batch([item("1"), item("2"), item("1")]) == [Scored(2.0), Scored(0.0), Scored(2.0)]
     assert judge.judge_batch([]) == []
+    told = Unscored("crashed", "the function returned 1 results for 2 answers")
+    assert judge.judge_batch([item("1"), item("short")]) == [told] * 2
 
 
 def test_an_error_in_a_batch_affects_only_the_item_that_causes_it(functions: Path) -> None:
@@ -198,11 +200,6 @@ def test_an_error_in_a_batch_affects_only_the_item_that_causes_it(functions: Pat
             assert reason == "crashed" and "KeyError: 'batch'" in detail
         else:
             assert score == Scored(float(text == "1"))
-
-
-def test_a_batch_result_of_the_wrong_length_is_unscored(functions: Path) -> None:
-    told = Unscored("crashed", "the function returned 1 results for 2 answers")
-    assert batch(f"{functions}:batch").judge_batch([item("1"), item("short")]) == [told] * 2
 
 
 @pytest.mark.parametrize(
