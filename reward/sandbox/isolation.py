@@ -7,10 +7,9 @@ import socket
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tandem.protos.errors import ScorerError
@@ -62,14 +61,12 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 
 class SandboxPool:
     """Keeps `SPARE` sandboxes started. Each serves one answer and is discarded; taking one starts another. Thread-safe.
-
-    `launch`: creates another launcher if the launcher has ended. `seccomp`: whether system calls are filtered.
+    A launcher that has ended is replaced. `seccomp`: whether system calls are filtered.
     """
 
-    def __init__(self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool) -> None:
+    def __init__(self, launcher: Launcher, *, seccomp: bool) -> None:
         self.seccomp = seccomp
         self._launcher = launcher
-        self._launch = launch
         self._spare: deque[Sandbox] = deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -82,7 +79,7 @@ class SandboxPool:
             with self._lock:
                 if not self._closed:
                     self._end_all()
-                    self._launcher = self._launch()
+                    self._launcher = type(self._launcher)(self._launcher.layout)
             return self._ready()
 
     def close(self) -> None:
@@ -146,13 +143,12 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     Raises ScorerError if none works and `allow_unsandboxed` is false, if it does not start this time, or if a package
     is not installed.
     """
-    layout = layout_for(packages)
-    launcher, isolation = _start(layout)
+    launcher, isolation = _start(layout_for(packages))
     if isolation.name == "none" and not allow_unsandboxed:
         told = f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)})"
         remedy = "allow_unsandboxed = true runs it without, if every answer can be trusted"
         raise ScorerError(f"{told}: `tandem doctor` says what would help; {remedy}")
-    return SandboxPool(launcher, partial(type(launcher), layout), seccomp=isolation.seccomp)
+    return SandboxPool(launcher, seccomp=isolation.seccomp)
 
 
 def _start(layout: Layout) -> tuple[Launcher, Isolation]:

@@ -144,7 +144,7 @@ class Launcher:
     """The program of the machine that creates the sandboxes; empty if Tandem does."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self.layout = layout
 
     def open(self, *, seccomp: bool) -> Sandbox:
         """Returns at once; the sandbox starts in the background. Raises SandboxError if none can be started."""
@@ -185,7 +185,7 @@ class ZygoteLauncher(Launcher):
         return _outside("main", descriptor, proc)
 
     def _send_layout(self) -> None:
-        wire.send(self._control, asdict(self._layout))
+        wire.send(self._control, asdict(self.layout))
 
     def open(self, *, seccomp: bool) -> Sandbox:
         mine, theirs = socket.socketpair()
@@ -212,8 +212,8 @@ class BubblewrapLauncher(ZygoteLauncher):
         super().__init__(layout)
 
     def _command(self, proc: int, descriptor: int) -> list[str]:
-        zygote = _inside("serve", descriptor, self._layout.path, proc=proc)
-        return [*_entry(proc), self.place, *bubblewrap_arguments(self._layout), *zygote]
+        zygote = _inside("serve", descriptor, self.layout.path, proc=proc)
+        return [*_entry(proc), self.place, *bubblewrap_arguments(self.layout), *zygote]
 
     def _send_layout(self) -> None:
         self._control.sendall(_inside_sources())  # bubblewrap has built the layout
@@ -234,7 +234,7 @@ class BubblewrapEachLauncher(Launcher):
         try:
             with _open_proc() as proc:
                 prefix = [*_entry(proc), self._binary, *self._arguments]
-                return _open_alone(prefix, self._layout.path, seccomp=seccomp, proc=proc)
+                return _open_alone(prefix, self.layout.path, seccomp=seccomp, proc=proc)
         except OSError as error:
             raise SandboxError(str(error)) from None
 
@@ -247,7 +247,7 @@ class BareLauncher(Launcher):
     name: IsolationName = "none"
 
     def open(self, *, seccomp: bool) -> Sandbox:
-        packages = [source for source, target in self._layout.binds if target.startswith(PACKAGES_FOLDER)]
+        packages = [source for source, target in self.layout.binds if target.startswith(PACKAGES_FOLDER)]
         path = list(dict.fromkeys(map(os.path.dirname, packages)))
         folder = ScratchFolder("bare")
         try:

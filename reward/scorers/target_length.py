@@ -42,11 +42,8 @@ class TargetLength(Scorer):
             return length
         if isinstance(target, Unscored):
             return target
-        try:
-            if self.mode == "exact":
-                value = -self.slope * abs(target - length) or 0.0
-            else:
-                value = min(1.0, max(0.0, self.slope * (target - length) + self.offset))
-            return Scored(value, {"length": float(length)})
-        except OverflowError:
-            return Unscored("invalid_input", "extra_info gives a length that is too large for a number")
+        if self.mode == "exact":
+            value = -self.slope * abs(target - length) or 0.0
+        else:
+            value = min(1.0, max(0.0, self.slope * (target - length) + self.offset))
+        return Scored(value, {"length": float(length)})

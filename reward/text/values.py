@@ -20,6 +20,7 @@ MAX_ACCEPTED = 1000
 """Maximum number of accepted texts of a ground truth, because each is compared with the whole answer."""
 
 Unit = Literal["tokens", "characters"]
+_MOST_COUNTED = 1 << 53  # as far as a float counts
 
 _BRACE = re.compile(r"[{}]")
 _BOX = "\\boxed{"
@@ -51,7 +52,7 @@ def measured(item: ScoreItem, unit: Unit) -> int | Unscored:
 def told_count(item: ScoreItem, key: str) -> int | Unscored:
     """The count under a key of `extra_info`; unscored (`invalid_input`) without one."""
     count: object = item.extra_info.get(key)
-    if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
+    if isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= _MOST_COUNTED:
         return count
     told = "is missing" if count is None else f"is {shown(count)}, not a number of tokens or characters"
     return Unscored("invalid_input", f"extra_info.{key} {told}")

@@ -168,10 +168,10 @@ def test_overlong_is_the_formula_of_dapo() -> None:
     assert characters.judge(item("é" * 7)) == Scored(pytest.approx(-0.4), {"length": 7.0})
 
 
-@pytest.mark.parametrize("tokens", [None, "7", -1, 1.5, True])
+@pytest.mark.parametrize("tokens", [None, "7", -1, 1.5, True, 10**400])
 def test_a_length_in_tokens_needs_num_tokens(tokens: Any) -> None:
     told = "extra_info.num_tokens is"
-    for judge in (Overlong(max_length=10, buffer=5), TargetLength(target=5)):
+    for judge in (Overlong(max_length=10, buffer=5, beyond="ramp"), TargetLength(target=5)):
         assert reason(judge.judge(item("words", num_tokens=tokens)), told) == "invalid_input"
         assert reason(judge.judge(item("words")), "extra_info.num_tokens is missing") == "invalid_input"
 
