@@ -99,7 +99,7 @@ class RateLimiter(AdmissionQueue):
                 taken.extend(limit.take(amount, now) for limit, amount in wanted)
             return seconds
 
-        await self.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
+        await self.admit(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
         return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
@@ -108,17 +108,17 @@ class RateLimiter(AdmissionQueue):
         self.wake()
 
 
-class SpendMeter:
+class SpendMeter(AdmissionQueue):
     """Counts the money spent since the process started, in the currency of the prices; `most` 0: no cap.
 
     The highest price of a request is reserved before it and the true one charged after it: `most` is never exceeded.
     """
 
     def __init__(self, most: float) -> None:
+        super().__init__()
         self._most = round(most * _NANO) if most else math.inf
         self._spent = 0
         self._reserved = 0
-        self._queue = AdmissionQueue()
 
     @property
     def spent(self) -> float:
@@ -143,14 +143,14 @@ class SpendMeter:
             if granted:
                 self.charge(highest, 0.0)
 
-        await self._queue.acquire(priority, take, give_back, again=again)
+        await self.admit(priority, take, give_back, again=again)
         return granted
 
     def charge(self, reserved: float, price: float) -> None:
         """Ends a reservation and charges the request's price."""
         self._reserved -= _up(reserved)
         self._spent += _up(price)
-        self._queue.wake()
+        self.wake()
 
 
 def _up(price: float) -> int:

@@ -32,7 +32,7 @@ class AdmissionQueue:
     def waiting(self, priority: Priority) -> int:
         return self._queue.waiting(priority)
 
-    async def acquire(
+    async def admit(
         self, priority: Priority, take: Callable[[], float], give_back: Callable[[], None], *, again: bool = False
     ) -> None:
         """Waits until it is this caller's turn and `take` succeeds. The caller bounds the wait with a timeout.
@@ -78,23 +78,20 @@ class AdmissionQueue:
                 waiter.admitted.set_result(None)
 
 
-class PrioritySemaphore:
+class PrioritySemaphore(AdmissionQueue):
     """A semaphore whose waiters are served by priority. For one event loop."""
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self._free = number
-        self._queue = AdmissionQueue()
-
-    def waiting(self, priority: Priority) -> int:
-        return self._queue.waiting(priority)
 
     async def acquire(self, priority: Priority) -> None:
         """Waits for a slot. The caller bounds the wait with a timeout."""
-        await self._queue.acquire(priority, self._take, self._give_back)
+        await self.admit(priority, self._take, self._give_back)
 
     def release(self) -> None:
         self._give_back()
-        self._queue.wake()
+        self.wake()
 
     def _take(self) -> float:
         if not self._free:

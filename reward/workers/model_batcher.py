@@ -114,7 +114,6 @@ class ModelBatcher:
         return True
 
     def _await(self, future: Future[T], otherwise: T) -> T:
-        """The result; `otherwise` if the thread ended without one."""
         while True:
             alive = self._thread is not None and self._thread.is_alive()
             try:

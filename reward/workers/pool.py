@@ -241,7 +241,6 @@ class WorkerThread(threading.Thread):
         return numbers
 
     def _reasons(self, request: Request, outcome: Outcome, number_left: int) -> list[Score]:
-        """The result of the first items without an answer."""
         if outcome.end in ("done", "retry"):
             return []
         memory_bytes = self._pool.config.limits.memory_bytes

@@ -182,7 +182,6 @@ class WorkerProcess:
             lines = self._receive(seconds)
 
     def _receive(self, seconds: float) -> list[bytes]:
-        """The payloads of the lines that arrive first, at least one."""
         try:
             lines = self._channel.receive(seconds, self._check)
         except HungError:

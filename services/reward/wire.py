@@ -215,7 +215,6 @@ def _read_json(text: str) -> object:
 
 
 def _depth(value: object) -> int:
-    """How deeply lists and objects are nested."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, list | dict)]:
         depth += 1

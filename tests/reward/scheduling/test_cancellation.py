@@ -19,6 +19,7 @@ from tandem.reward.scheduling.cancellation import CANCELLED, CLOSING, Cancellati
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
 from tandem.reward.scoring import CompiledRubric, ScoringCore
+from tests.reward.conftest import FUNCTIONS
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 from tests.support.waiting import eventually
 
@@ -33,9 +34,9 @@ def items(*solutions: str, group: str = "") -> list[ScoreItem]:
 class Scoring:
     """A core whose scorer hangs on demand, and threads that call it."""
 
-    def __init__(self, functions: Path) -> None:
-        self._log = functions.parent / "judged"
-        self._log.touch()
+    def __init__(self, folder: Path) -> None:
+        functions, self._log = folder / "functions.py", folder / "judged"
+        functions.write_text(FUNCTIONS)
         slow = {"scorer": f"{functions}:compute_score", "arguments": {"log": str(self._log)}}
         config = {"scorer": "slow", "scorers": {"slow": slow}, "timeout_seconds": 60.0}
         self.core = ScoringCore(RewardConfig.model_validate(config))
@@ -61,6 +62,10 @@ class Scoring:
         requests = list(self.core._get_pool()._open_requests)
         return sum(len(answers) for request in requests for _, answers in list(request.at_work.values()))
 
+    def forget(self) -> None:
+        """Forgets what was judged so far."""
+        self._log.write_text("")
+
     def judged(self) -> list[str]:
         return self._log.read_text().split()
 
@@ -69,11 +74,17 @@ class Scoring:
         self._threads.shutdown()
 
 
-@pytest.fixture
-def scoring(functions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring]:
-    monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 0.1)
-    with closing(Scoring(functions)) as one:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scoring]:
+    with closing(Scoring(tmp_path_factory.mktemp("functions"))) as one:
         yield one
+
+
+@pytest.fixture
+def scoring(shared: Scoring, monkeypatch: pytest.MonkeyPatch) -> Scoring:
+    monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 0.1)
+    shared.forget()
+    return shared
 
 
 # ---- cancellation tokens ----
@@ -96,13 +107,13 @@ def test_cancel_callbacks_are_called_once_and_only_inside_their_block() -> None:
 
 
 def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring) -> None:
-    cancellation = CancellationToken()
+    cancellation, replaced = CancellationToken(), scoring.core.figures()["workers_replaced"]
     call = scoring.begin(cancellation, "1", "0", "hang", "1")
     eventually(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
     cancellation.cancel()
     assert call.result(timeout=PATIENCE_SECONDS) == [RIGHT, WRONG, CANCELLED, CANCELLED]
     assert scoring.soon("1") == [RIGHT], "the time of the one that hangs is 60 s"
-    assert scoring.core.figures()["workers_replaced"] == 1 and scoring.judged().count("1") == 2
+    assert scoring.core.figures()["workers_replaced"] == replaced + 1 and scoring.judged().count("1") == 2
 
 
 def test_cancelling_a_waiting_call_removes_it_from_the_queue(scoring: Scoring) -> None:
@@ -140,11 +151,12 @@ def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
     spec = scoring.core._catalogue.spec(f"{tmp_path}/large.py:f", {}, "here")
     request = pool.submit(spec, items("a"), "calls")
     eventually(loads.exists)
+    replaced = pool.replaced_workers
     pool.withdraw(request)
     assert request.wait() == [CANCELLED]
     threading.Timer(2.0, loaded.touch).start()  # longer than the grace period of a withdrawn item
     assert pool.score(spec, items("b")) == [Scored(1.0)]
-    assert loads.read_text() == "x" and pool.replaced_workers == 0
+    assert loads.read_text() == "x" and pool.replaced_workers == replaced
 
 
 # ---- rubrics ----

@@ -106,7 +106,7 @@ async def test_a_large_request_is_not_starved_by_small_ones() -> None:
             free -= need
             return 0.0
 
-        await queue.acquire(priority, take, lambda: None)
+        await queue.admit(priority, take, lambda: None)
         order.append(name)
 
     tasks = [asyncio.create_task(one("much", "jobs", 3))]

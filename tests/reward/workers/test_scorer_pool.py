@@ -107,7 +107,7 @@ def test_memory_leaked_by_earlier_items_costs_no_later_item(make_pool: Make, spe
     one.
     """
     pool = make_pool(memory_bytes=256 << 20)
-    assert pool.score(spec, items(*["leak"] * 60)) == [Scored(0.0)] * 60
+    assert pool.score(spec, items(*["leak"] * 36)) == [Scored(0.0)] * 36
     assert pool.replaced_workers >= 2
 
 

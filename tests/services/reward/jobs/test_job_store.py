@@ -237,7 +237,7 @@ def test_counted_bytes_are_at_least_the_memory_that_redis_uses(tmp_path: Path) -
 
         store.connection.redis.config_set("appendfsync", "no")  # the test measures memory only
         before, counted = used(), 0.0
-        for number in range(400):
+        for number in range(250):
             job = store.submit(f"{number:0200}", rubric="r" * 100, priority=0, name="n" * 200, digest="d" * 64)
             for index in range(1 + number % 3):
                 store.add_chunk(job.job_id, index, 1, b"x" * 40)
@@ -246,7 +246,7 @@ def test_counted_bytes_are_at_least_the_memory_that_redis_uses(tmp_path: Path) -
         assert_counted()
         before, counted = used(), kept(store)
         job = store.submit("many", rubric="", priority=0)  # its record pays for nothing else
-        for index in range(400):
+        for index in range(250):
             store.add_chunk(job.job_id, index, 1, b"x" * 40)
             store.complete(claim(store), ChunkResult(b"r" * 40, 1, 1.0, {}))
         counted += RECORD_BYTES
