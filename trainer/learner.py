@@ -24,7 +24,6 @@ from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.metrics import finite
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import padding_fraction
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
@@ -163,7 +162,9 @@ class Learner(Rank):
         }
         if self._critic is not None:
             metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": len(steps) - len(critic_norms)}
-        return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
+        # JSON holds no other values; `skipped_steps` already reports gradients that are not finite.
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=metrics)
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
         if batch.packing == "flat" and self.packing == "padded":  # recorded on a machine that concatenates rows

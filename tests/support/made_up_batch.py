@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch.columns import BatchColumns, finite_tokens
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import rank_micro_batches
 from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.kl import first_coefficients
 from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.objective import BatchObjective
+from tandem.trainer.off_policy.correct import finite_tokens
 from tests.support.training_groups import make_batch
 
 CPU = torch.device("cpu")
@@ -76,8 +77,9 @@ class MadeUpBatch:
         def nearby() -> Tensor:
             return (around_N + noise()).clamp(max=-1e-3)
 
+        finite = {place: finite_tokens(cell.behavior_logprobs_N, cell.lengths_B) for place, cell in cells.items()}
         start = BatchColumns(
-            finite_N=column({place: finite_tokens(cell) for place, cell in cells.items()}, torch.uint8).bool(),
+            finite_N=column(finite, torch.uint8).bool(),
             behavior_N=behavior_N,
             versions_N=column({place: cell.versions_N for place, cell in cells.items()}, torch.int64),
             proximal_N=nearby(),

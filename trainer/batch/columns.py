@@ -16,11 +16,10 @@ from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import MicroBatch
-from tandem.trainer.batch.ragged import spread
 from tandem.trainer.models.critic import Critic
 from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics
-from tandem.trainer.off_policy.correct import finite_rows
+from tandem.trainer.off_policy.correct import finite_tokens
 from tandem.trainer.policy_losses.registry import find_loss
 
 
@@ -90,7 +89,7 @@ def compute_columns(
         reference_N = layout.gather(logprobs, device=device)
     positions_N = column(lambda one: one.response_column_N, torch.int64) if "columns" in needs else None
     return BatchColumns(
-        finite_N=column(finite_tokens, torch.uint8).bool(),
+        finite_N=column(lambda one: finite_tokens(one.behavior_logprobs_N, one.lengths_B), torch.uint8).bool(),
         behavior_N=column(lambda one: one.behavior_logprobs_N) if needs_behavior else None,
         versions_N=column(lambda one: one.versions_N, torch.int64) if needs_behavior else None,
         columns_N=None if positions_N is None else _whole_rows(layout, positions_N),
@@ -100,11 +99,6 @@ def compute_columns(
         reference_N=reference_N,
         values_N=None if critic is None else column(critic.values),
     )
-
-
-def finite_tokens(batch: MicroBatch) -> Tensor:
-    """bool (N,): False on every token of a row with a non-finite sampler log-prob."""
-    return spread(finite_rows(batch.behavior_logprobs_N, batch.lengths_B), batch.lengths_B)
 
 
 def _whole_rows(layout: BatchLayout, columns_N: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -73,8 +72,3 @@ class BatchSums:
             figures["value_loss"] = sums["value_loss"]
             figures["value_clipped_fraction"] = sums["value_clipped"] / max(1.0, sums["value_tokens"])
         return figures
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Drops non-finite values, which JSON cannot hold; `skipped_steps` already reports non-finite gradients."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}

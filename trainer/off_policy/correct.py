@@ -40,9 +40,9 @@ class Corrected:
     """Result of each test by the test's name."""
 
 
-def finite_rows(logprobs_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """bool (B,): True for rows without NaN or infinity. An empty row is True."""
-    return row_sums(logprobs_N, lengths_B).isfinite()
+def finite_tokens(logprobs_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """bool (N,): False on every token of a row with a NaN or infinity."""
+    return spread(row_sums(logprobs_N, lengths_B).isfinite(), lengths_B)
 
 
 def correct(
@@ -72,7 +72,7 @@ def correct(
     assert lengths_B.ndim == 1 and not lengths_B.is_floating_point(), (lengths_B.shape, lengths_B.dtype)
     log_ratio_N = proximal_logprobs_N.detach() - behavior_logprobs_N.detach()
     # One test covers both: inf − inf is NaN, and every other non-finite value stays non-finite.
-    finite_N = spread(finite_rows(log_ratio_N, lengths_B), lengths_B)
+    finite_N = finite_tokens(log_ratio_N, lengths_B)
     broken_N = ~finite_N
     log_ratio_N.masked_fill_(broken_N, 0.0)
 
