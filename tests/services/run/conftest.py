@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -102,6 +103,8 @@ class Run:
         return said
 
     def all_running(self) -> bool:
+        """Asks the supervisor, which takes some processor time."""
+        time.sleep(0.1)
         address = running(self.folder)
         return address is not None and {service.state for service in ask_supervisor(address)[0].services} == {"running"}
 
