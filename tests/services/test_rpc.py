@@ -33,7 +33,7 @@ def server() -> Iterator[ServerThread]:
     running = ServerThread(
         "127.0.0.1",
         0,
-        info=lambda: common_pb2.InfoReply(service="reward", policy_version=3, figures={"generated_waiting": 2.0}),
+        info=common_pb2.InfoReply,
         register=lambda s: reward_pb2_grpc.add_RewardServiceServicer_to_server(FailingReward(), s),
         service_names=["tandem.v1.RewardService"],
     )

@@ -86,11 +86,6 @@ def test_a_group_is_scored_in_one_request_wherever_its_items_are(service: Script
         client.score(items_of(*range(5), group="large"))
 
 
-def test_unscored_items_keep_their_reasons(client: RewardClient) -> None:
-    scores = client.score(items_of("timeout", "0.5", "crashed"))
-    assert scores == [Unscored("timeout", "scripted"), Scored(0.5, {"group": 3.0}), Unscored("crashed", "scripted")]
-
-
 def test_an_error_has_the_class_that_the_service_raised(client: RewardClient) -> None:
     with pytest.raises(ScorerError, match="components: there are none"):
         client.score(items_of(1), "wrong")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
-from tandem.protos.errors import DataError, DeadlineError, JobExistsError, UnavailableError
+from tandem.protos.errors import DataError, DeadlineError, UnavailableError
 from tandem.services.clients import RewardClient, job_key
 from tests.support.reward_process import RewardProcess
 from tests.support.scripted_reward import ScriptedReward, items_of
@@ -36,15 +36,6 @@ def test_a_submitted_job_returns_its_results(service: ScriptedReward, client: Re
     assert client.get(job.job_id) == job == client.wait(job.job_id)
     assert [one.job_id for one in client.jobs()] == [job.job_id]
     assert client.cancel(job.job_id).state == "cancelled"
-
-
-def test_the_same_key_returns_the_same_job(service: ScriptedReward, client: RewardClient) -> None:
-    job = client.submit(items_of(1, 2), key="k")
-    read: list[int] = []
-    again = client.submit((read.append(1) or item for item in items_of(1, 2)), key="k")
-    assert again == job and len(service.jobs) == 1
-    with pytest.raises(JobExistsError, match="another rubric"):
-        client.submit(items_of(1, 2), "other", key="k")
 
 
 def test_the_default_key_is_a_digest_of_the_content(service: ScriptedReward, client: RewardClient) -> None:

@@ -1,4 +1,4 @@
-"""The reward service as a process: of a run (groups, calls and jobs), alone with its own Redis, and as a replica."""
+"""The reward service as a process: of a run (groups, calls and jobs), and alone with its own Redis."""
 
 from __future__ import annotations
 

@@ -224,6 +224,7 @@ def test_grouped_items_are_scored_again_together(redis_url: str) -> None:
         chunk = [*answers("infrastructure*1", "a", group="g"), *answers("b", group="h"), *answers("c")]
         assert summary(one.results(one.submit(chunk).job.job_id)) == [1.0, 0.0, 0.0, 0.0]
         assert [core.asked.count(text) for text in "abc"] == [2, 1, 1]
+        assert {priority for priority, _ in core.batches} == {"jobs"}
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -272,14 +273,3 @@ def test_a_bug_stops_the_job_worker_with_its_error(redis_url: str) -> None:
     with pytest.raises(ZeroDivisionError), serving(redis_url, ScriptedCore()) as one:
         one.submit(answers("bug"))
         assert one.stop.wait(20)
-
-
-def test_jobs_of_higher_priority_are_scored_first(redis_url: str) -> None:
-    core = ScriptedCore()
-    with serving(redis_url, core, with_jobs=False) as one:
-        slow = [one.submit(*[answers(f"slow {n}") for n in range(4)], priority=-1) for _ in range(2)]
-        urgent = one.submit(answers("urgent"), priority=100)
-        with one.job_worker:
-            for reply in (*slow, urgent):
-                one.results(reply.job.job_id)
-        assert core.asked.index("urgent") < 2 and {priority for priority, _ in core.batches} == {"jobs"}
