@@ -43,6 +43,7 @@ _OPENERS = re.compile(r"\$\$|\$|\\\(|\\\[|```|`")
 _CLOSERS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]", "```": "```", "`": "`"}
 _ONE_LINE = frozenset({"$", "`"})
 _WORD = re.compile("[wo]+|[WO]")  # of the codes below
+_NO_LETTER = {_NEUTRAL: "", "": " "}
 _MOST_CODES = 1 << 16
 
 
@@ -56,7 +57,7 @@ class _Codes(dict[int, str]):
 
     def __missing__(self, point: int) -> str:
         script = script_of(chr(point))
-        code = "" if script == _NEUTRAL else " " if not script else "w" if script in self._wanted else "o"
+        code = _NO_LETTER.get(script, "w" if script in self._wanted else "o")
         code = code.upper() if script in _UNSPACED else code
         if len(self) < _MOST_CODES:
             self[point] = code

@@ -6,9 +6,8 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ SHAPES: dict[str, tuple[str, Any]] = {
     "call": (ADDS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
     "statement": (ADDS, ["assert add(1, 2) == 3"]),
 }
+Kill = Callable[..., list[int]]
 CHAIN = ("zygote", "keeper", "guest", "program")
 
 
@@ -62,44 +62,37 @@ def running(pool: SandboxPool) -> list[dict[str, int]]:
     return [chain for _, _, chain in sorted(found, key=lambda one: one[:2])]
 
 
-@dataclass
-class Killer:
-    """Kills the victim in one of the running sandboxes, in the given number of runs. In later runs, programs do not
-    pause for long.
+@pytest.fixture
+def kill(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> Kill:
+    """Kills the victim in one of the running sandboxes in the given number of runs, and lists whom it killed. `which`:
+    0, the answer's sandbox, or -1, the last one that was started. In later runs, programs do not pause for long.
     """
 
-    pool: SandboxPool
-    victim: str
-    times: int
-    which: int = 0
-    """0: the answer's sandbox; -1: the last one that was started, for statements the test's."""
-    after_seconds: float = 0.05
-    pause: str = "pass"
-    how: signal.Signals = signal.SIGKILL
-    killed: int = 0
+    def install(
+        victim: str,
+        times: int = 1,
+        which: int = 0,
+        *,
+        programs: int = 1,
+        after: float = 0.05,
+        pause: str = "pass",
+        how: signal.Signals = signal.SIGKILL,
+    ) -> list[int]:
+        start, begun, killed = Sandbox.start, itertools.count(1), list[int]()
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, *, programs: int = 1) -> None:
-        start = Sandbox.start
-        begun = 0
-
-        def started(
-            sandbox: Sandbox, kind: Any, texts: Sequence[str], limits: Limits, stdin: bytes = b"", line: Any = None
-        ) -> None:
-            nonlocal begun
-            doomed = self.killed < self.times
-            said = texts if doomed else [text.replace(PAUSE, self.pause) for text in texts]
-            start(sandbox, kind, said, limits, stdin, line)
-            begun += 1
-            if doomed and begun % programs == 0:
-                self._kill(programs)
+        def started(sandbox: Sandbox, kind: Any, texts: Sequence[str], *more: Any, **named: Any) -> None:
+            doomed = len(killed) < times
+            start(sandbox, kind, texts if doomed else [text.replace(PAUSE, pause) for text in texts], *more, **named)
+            if doomed and next(begun) % programs == 0:
+                settles(lambda: have_begun(running(pool), programs), "no program runs")
+                time.sleep(after)
+                killed.append(running(pool)[which][victim])
+                os.kill(killed[-1], how)
 
         monkeypatch.setattr(Sandbox, "start", started)
+        return killed
 
-    def _kill(self, programs: int) -> None:
-        settles(lambda: have_begun(running(self.pool), programs), "no program runs")
-        time.sleep(self.after_seconds)
-        os.kill(running(self.pool)[self.which][self.victim], self.how)
-        self.killed += 1
+    return install
 
 
 def have_begun(chains: list[dict[str, int]], programs: int) -> bool:
@@ -115,13 +108,12 @@ CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # for statements
 @pytest.mark.parametrize(("victim", "times"), [*((one, 1) for one in CHAIN), *((one, 2) for one in CHAIN[:-1])])
 @pytest.mark.parametrize(("shape", "which"), CASES)
 def test_a_right_answer_passes_if_its_sandbox_is_killed_once_and_is_infrastructure_if_twice(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str, times: int
+    kill: Kill, shape: str, which: int, victim: str, times: int
 ) -> None:
-    killer = Killer(pool, victim, times, which)
-    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
+    killed = kill(victim, times, which, programs=2 if shape == "statement" else 1)
     code, ground_truth = SHAPES[shape]
     score = CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
-    assert killer.killed == times
+    assert len(killed) == times
     if times == 1:
         assert isinstance(score, Scored) and score.value == 1.0, score
     else:
@@ -156,12 +148,9 @@ def test_memory_kills_reads_the_kernels_count() -> None:
 
 
 @pytest.mark.parametrize("victim", ["keeper", "guest"])
-def test_stopped_processes_cost_no_answer_its_score(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
+def test_stopped_processes_cost_no_answer_its_score(kill: Kill, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", 0.5)
-    killer = Killer(pool, victim, 1, how=signal.SIGSTOP)
-    killer.install(monkeypatch)
+    kill(victim, how=signal.SIGSTOP)
     code, tests = SHAPES["script"]
     score = CodeTests(extract="whole", seconds_per_test=0.5).judge(ScoreItem("", code.replace("30", "1"), tests))
     if victim == "keeper":  # the keeper only waits for the end
@@ -187,17 +176,17 @@ def test_waiting_for_a_sandbox_does_not_count_as_the_answers_time(
     wait_until_gone(stopped.pid)
 
 
-def test_a_lost_run_does_not_count_as_the_answers_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_run_does_not_count_as_the_answers_time(kill: Kill) -> None:
     code, tests = SHAPES["script"]
     scorer = CodeTests(extract="whole", seconds_per_test=2.0, seconds_per_answer=2.0)
-    Killer(pool, "guest", 1, after_seconds=1.5, pause="time.sleep(0.8)").install(monkeypatch)
+    kill("guest", after=1.5, pause="time.sleep(0.8)")
     score = scorer.judge(ScoreItem("", code, tests))
     assert isinstance(score, Scored) and score.value == 1.0, score
 
 
-def test_a_dead_sandbox_raises_on_start_and_outcome(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_sandbox_raises_on_start_and_outcome(pool: SandboxPool, kill: Kill) -> None:
     sandbox = pool.take()
-    Killer(pool, "guest", 1).install(monkeypatch)
+    kill("guest")
     with pytest.raises(SandboxDiedError, match="in the middle of a run"):
         sandbox.run("script", ["", "while True: pass"], Limits())
     assert not sandbox.clean
