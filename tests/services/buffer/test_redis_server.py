@@ -120,20 +120,17 @@ def test_a_second_server_on_a_folder_is_refused(start: Start, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["with space & 100%?#", "d" * 120])
-def test_a_server_starts_in_a_folder_of_any_name(start: Start, tmp_path: Path, name: str) -> None:
-    server = start(tmp_path / name)
+def test_a_server_starts_in_a_folder_of_any_name_and_in_a_relative_one(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = start(Path(name))
+    monkeypatch.chdir("/")
     assert _client(server).set("a", "b")
     assert (tmp_path / name / "redis").is_dir()
     server.stop()
     server.stop()
     assert not list(Path(tempfile.gettempdir()).glob(f"tandem-{os.getuid()}-*/redis.sock"))
-
-
-def test_a_server_starts_in_a_relative_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    server = start(Path("runs/here"))
-    monkeypatch.chdir("/")
-    assert _client(server).ping()
 
 
 def test_a_damaged_log_is_a_one_line_error_naming_the_place(start: Start, tmp_path: Path) -> None:

@@ -166,16 +166,10 @@ def test_ranks_meet_without_a_port_that_another_host_could_reach(tmp_path: Path)
     assert not list(tmp_path.glob("*store*"))
 
 
-def test_the_exit_code_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
-    rank = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(2); time.sleep(100)"
-    assert run_local_ranks([sys.executable, "-c", rank], 3, tmp_path) == 2
-
-
-def test_a_killed_rank_fails_all(tmp_path: Path) -> None:
-    rank = (
-        "import os, signal, time; os.environ['RANK'] == '0' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(100)"
-    )
-    assert run_local_ranks([sys.executable, "-c", rank], 2, tmp_path) == 128 + signal.SIGKILL
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
+def test_the_exit_code_is_that_of_the_first_rank_that_failed(tmp_path: Path, ends: str, code: int) -> None:
+    rank = f"import os, sys, time; os.environ['RANK'] == '1' and {ends}; time.sleep(100)"
+    assert run_local_ranks([sys.executable, "-c", rank], 3, tmp_path) == code
 
 
 def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
