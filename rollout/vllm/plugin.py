@@ -56,11 +56,7 @@ def extend_engine_core() -> None:
     def run_engine_core(*args: object, **kwargs: object) -> None:
         _die_with_parent()
         name_shared_memory()
-        try:
-            run(*args, **kwargs)
-        finally:
-            # the interpreter's final garbage collection would take longer than the rest of the exit
-            gc.freeze()
+        run(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # type: ignore[method-assign]
     setattr(EngineCore, _EXTENDED, True)
