@@ -73,21 +73,22 @@ class ClientPortal:
         """Cancels running coroutines, closes the client and ends the thread. May be called again."""
         with self._lock:
             self._closed = True
-            self._finalizer()
+        self._finalizer()
 
     def _start(self) -> BlockingPortal:
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal(name=self._name))
             self.client = stack.enter_context(portal.wrap_async_context_manager(self._open_client()))
-            stack.callback(_cancel_all, self._running)
+            stack.callback(_cancel_all, self._lock, self._running)
             # Also before the interpreter exits: anyio would wait for a thread that no longer runs.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
         return portal
 
 
-def _cancel_all(running: set[Future[Any]]) -> None:
-    for future in list(running):
-        future.cancel()
+def _cancel_all(lock: threading.Lock, running: set[Future[Any]]) -> None:
+    with lock:  # a thread that has begun something may not have added it yet
+        for future in list(running):
+            future.cancel()
 
 
 class Endpoint(Scorer):
