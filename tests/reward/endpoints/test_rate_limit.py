@@ -27,7 +27,7 @@ def worst_minute(taken: list[Taken]) -> int:
     longest_idle=st.sampled_from([0.25, 4.0, 30.0, 18_000.0]),
     steps=st.lists(st.tuples(st.integers(1, 50), st.floats(0.0, 1.0), st.integers(0, 100)), max_size=60),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_no_minute_holds_more_than_the_rate_and_all_are_admitted(
     most: int, longest_idle: float, steps: list[tuple[int, float, int]]
 ) -> None:
@@ -188,7 +188,7 @@ async def test_a_cancelled_waiter_delays_nobody() -> None:
     cap=st.floats(0.01, 5.0),
     requests=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 3.0)), max_size=40),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 @in_virtual_time
 async def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
     cap: float, requests: list[tuple[float, float, float]]

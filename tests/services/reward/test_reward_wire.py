@@ -44,6 +44,7 @@ def test_a_reply_equals_one_built_item_by_item(scores: list[Score]) -> None:
     assert [score_of(item) for item in reply.items] == scores
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(TEXT, TEXT, JSON, st.dictionaries(TEXT, JSON, max_size=2), TEXT), max_size=8), st.booleans())
 def test_items_survive_the_wire(items: list[tuple[str, str, Any, dict[str, Any], str]], tight: bool) -> None:
     separators = (",", ":") if tight else None
