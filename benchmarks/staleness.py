@@ -50,7 +50,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.staleness_report import DEFAULT, NAIVE, TRUNCATED, Cell, page, runs_of, table, verdicts  # noqa: E402
 from tandem.services.config import load_recipe  # noqa: E402
 from tandem.services.data.arithmetic import write_task  # noqa: E402
-from tandem.services.process import die_with_parent  # noqa: E402
+from tandem.services.process import dying_with_parent  # noqa: E402
 from tandem.trainer.off_policy.presets import PRESETS  # noqa: E402
 
 BUDGETS = (0, 1, 4, 8)
@@ -298,7 +298,7 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
 
 def _python(*arguments: str) -> None:
     """Runs a Python process of this checkout to its end; it is killed if the study is."""
-    command = [sys.executable, *arguments]
+    command = dying_with_parent([sys.executable, *arguments])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TANDEM_REDIS_URL": ""}
     done = subprocess.run(
         command,
@@ -308,7 +308,6 @@ def _python(*arguments: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=die_with_parent,
     )
     if done.returncode:
         raise SystemExit(

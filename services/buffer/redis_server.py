@@ -21,7 +21,7 @@ import redis
 
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer.connection import OLDEST_REDIS, redis_version
-from tandem.services.process import die_with_parent, lock_file
+from tandem.services.process import dying_with_parent, lock_file
 
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting down
@@ -92,12 +92,11 @@ def start_redis(folder: Path) -> EmbeddedRedis:
     socket = _socket_path(data)
     with _locked(data) as lock:
         process = subprocess.Popen(
-            [str(binary), *_options(data, log, socket)],
+            dying_with_parent([str(binary), *_options(data, log, socket)]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],  # the server inherits the lock, which is released when it ends
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
             start_new_session=True,  # Ctrl-C must not reach the server, which stops last
         )
     server = EmbeddedRedis(process, socket, data)

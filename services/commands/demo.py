@@ -22,7 +22,7 @@ from tandem.services.command_line import print_line, run_service
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.config.recipe import read_values
 from tandem.services.data.arithmetic import write_task
-from tandem.services.process import die_with_parent
+from tandem.services.process import dying_with_parent
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, redis_required, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.services.run.supervisor import run_recipe
@@ -147,7 +147,7 @@ def _child(command: list[str], what: str) -> int:
         # One thread: a second one helps a model this small little and slows it down on a busy machine.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(
-            command, timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False, preexec_fn=die_with_parent
+            dying_with_parent(command), timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
         raise TandemError(f"{what} took longer than {WARM_UP_DEADLINE_SECONDS:.0f} s; is the machine busy?") from None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.services.process import die_with_parent
+from tandem.services.process import dying_with_parent
 from tests.support.paths import ROOT
 
 STOP_SECONDS = 20.0
@@ -25,11 +25,10 @@ class RewardProcess:
     def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one", port: int = 0) -> None:
         place = ["--folder", str(folder), "--redis-url", redis_url, "--name", name, "--port", str(port)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.services.cli", "reward", "serve", *overrides, *place],
+            dying_with_parent([sys.executable, "-m", "tandem.services.cli", "reward", "serve", *overrides, *place]),
             env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""},
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=die_with_parent,
         )
         assert self.process.stdout is not None
         line = next((line for line in self.process.stdout if "listens on " in line), "")

@@ -45,7 +45,8 @@ class Stage:
     def child(self, command: list[str], **_options: Any) -> subprocess.CompletedProcess[bytes]:
         self.commands.append(command)
         if self.exit_code == 0 and "sft" in command:
-            recipe = load_recipe(command[4], command[5:])
+            file, *overrides = command[command.index("sft") + 1 :]
+            recipe = load_recipe(Path(file), overrides)
             assert held(recipe.folder)
             Path(recipe.sft.output).mkdir()
             Path(recipe.sft.output, "model.safetensors").write_text(f"of demo {len(self.commands)}")
