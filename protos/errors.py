@@ -47,6 +47,14 @@ class EnvironmentLackError(UserError, grpc_code="FAILED_PRECONDITION"):
     """The machine lacks something: a port, memory, disk space, a server."""
 
 
+class AuthenticationError(UserError, grpc_code="UNAUTHENTICATED"):
+    """The service does not accept the caller's token, or the call has none."""
+
+
+class AccessError(UserError, grpc_code="PERMISSION_DENIED"):
+    """The caller's token does not allow this call."""
+
+
 class SchemaVersionError(DataError):
     """A payload was written by a newer Tandem than this one."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tandem.services.command_line import argument, command, console, full_disk_named, option, run_service_command
+from tandem.services.command_line import Role, argument, command, console, full_disk_named, option, run_service_command
 from tandem.services.commands.reward import reward_app
 
 if TYPE_CHECKING:
@@ -161,6 +161,25 @@ def status(run_folder: RunArgument = None) -> int:
     from tandem.services.run.folder import find_run
 
     return show_status(find_run(run_folder), console())
+
+
+@app.command(short_help="Print a token for the services of a run.")
+@command
+def token(
+    run_folder: RunArgument = None,
+    role: Annotated[Role, typer.Option(help="What the token allows; each role includes those before it.")] = Role.score,
+) -> int:
+    """Prints a token with which other programs may call the services of a run, e.g. its reward service.
+
+    Example: TANDEM_TOKEN=$(tandem token runs/mine) tandem reward jobs --address 127.0.0.1:50051
+    """
+    from tandem.services.commands.status import ledger_of
+    from tandem.services.rpc.tokens import ROLES, run_token
+    from tandem.services.run.folder import find_run
+
+    with ledger_of(find_run(run_folder)) as buffer:
+        print(run_token(buffer.secret(), ROLES[role]))
+    return 0
 
 
 @app.command(short_help="Check that no group of a run was lost.")

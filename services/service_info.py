@@ -16,6 +16,7 @@ from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.process import Repeated
 from tandem.services.rpc.server import ServerOptions, ServerThread
+from tandem.services.rpc.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def service_endpoint(info: ServiceInfo, host: str, *, port: int = 0, **options: 
     if the port is in use.
     """
     assert info.buffer is not None, "only a service of a run has a place in a registry"
+    options["tokens"] = Tokens.of_run(info.buffer.secret())
     server = ServerThread(host, port, info=info.reply, **options)
     try:
         info.buffer.register_service(info.name, server.address)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -314,6 +315,12 @@ class Buffer:
 
     def services(self) -> dict[str, str]:
         return self._texts("services")
+
+    def secret(self) -> str:
+        """The secret from which the tokens of the run's services are made. The first caller creates it."""
+        key, redis = self.connection.key("secret"), self.connection.redis
+        self.connection.retried(lambda: redis.set(key, secrets.token_hex(32), nx=True))
+        return cast("bytes", self.connection.retried(lambda: redis.get(key))).decode()
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Returns the latest figures of every service and sampler by name."""

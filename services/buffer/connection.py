@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -189,8 +188,8 @@ def milliseconds(seconds: float) -> int:
 
 
 def _without_secrets(redis_url: str) -> str:
-    parts = urlsplit(redis_url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    scheme, _, rest = redis_url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"  # a password may hold any of "/:@?#"
 
 
 def _one_line(error: Exception) -> str:

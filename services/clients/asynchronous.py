@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -33,7 +34,8 @@ from tandem.services.clients.messages import (
     split,
 )
 from tandem.services.clients.streams import ScoreStream, StreamRetry, Stub, Submission, batch_scores, watch_job
-from tandem.services.rpc.client import connect_async, translated
+from tandem.services.rpc.client import TokenChannel, connect_async, translated
+from tandem.services.rpc.tokens import TOKEN_VARIABLE
 
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256
@@ -56,6 +58,7 @@ class AsyncRewardClient:
         retry_seconds: how long submission, watch and `score_stream` try to reach a service that does not answer.
         stall_seconds: how long a submission may make no progress while the service answers, e.g. because too many
             items wait to be scored.
+        token: bearer token for the service. Default: that of TANDEM_TOKEN.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class AsyncRewardClient:
         timeout_seconds: float = 120.0,
         retry_seconds: float = 60.0,
         stall_seconds: float = 1800.0,
+        token: str = "",
     ) -> None:
+        self._token = token or os.environ.get(TOKEN_VARIABLE, "")
         self.addresses = named_addresses(addresses)
         self._timeout = timeout_seconds
         self._retry_seconds = retry_seconds
@@ -255,7 +260,8 @@ class AsyncRewardClient:
         if self._channel is None:
             target = await asyncio.to_thread(target_of, self.addresses)  # this may ask a name server
             self._channel = self._channel or connect_async(target)
-        return reward_pb2_grpc.RewardServiceStub(self._channel)
+        channel = TokenChannel(self._channel, self._token) if self._token else self._channel
+        return reward_pb2_grpc.RewardServiceStub(channel)
 
     async def _call(self, method: str, request: Message, timeout_seconds: float = _SHORT_SECONDS) -> Any:
         with self._address_named(), translated():

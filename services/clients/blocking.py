@@ -64,9 +64,14 @@ class RewardClient:
         timeout_seconds: float = 120.0,
         retry_seconds: float = 60.0,
         stall_seconds: float = 1800.0,
+        token: str = "",
     ) -> None:
         self._client = AsyncRewardClient(
-            addresses, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, stall_seconds=stall_seconds
+            addresses,
+            timeout_seconds=timeout_seconds,
+            retry_seconds=retry_seconds,
+            stall_seconds=stall_seconds,
+            token=token,
         )
         self.addresses = self._client.addresses
         with ExitStack() as stack:

@@ -109,7 +109,8 @@ def _set_aside(folder: Path, console: Console) -> None:
         config = folder / CONFIG_FILE
         if config.exists():  # its paths must follow the move, or a replay would start from the next demo's model
             values = read_values(config)
-            write_text(config, json.dumps(_moved(values, values["run"]["folder"], str(target)), indent=2) + "\n")
+            moved = _moved(values, values["run"]["folder"], str(target))
+            write_text(config, json.dumps(moved, indent=2) + "\n", private=True)
         folder.rename(target)
     print_line(console, f"The demo before this one is kept in {target}/")
 

@@ -9,7 +9,7 @@ import typer
 
 from tandem.protos.errors import UserError
 from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from tandem.services.command_line import argument, command, option, run_service_command
+from tandem.services.command_line import Role, argument, command, option, run_service_command
 
 reward_app = typer.Typer(
     no_args_is_help=True,
@@ -239,6 +239,10 @@ def serve(
         str,
         option(help="Of this replica: started anew under it, it goes on with what it held. Default: machine and port."),
     ] = "",
+    token_file: Annotated[
+        Path | None,
+        option(metavar="FILE", help="Refuse callers without a token of this file, which `tandem reward token` writes."),
+    ] = None,
 ) -> None:
     """Runs the reward service alone, until Ctrl-C. Services with the same Redis and jobs.namespace are replicas.
 
@@ -248,6 +252,31 @@ def serve(
     def work() -> None:
         from tandem.services.commands.reward_tasks import serve_alone
 
-        serve_alone(arguments or [], host=host, port=port, redis_url=redis_url, folder=folder, name=name)
+        serve_alone(
+            arguments or [],
+            host=host,
+            port=port,
+            redis_url=redis_url,
+            folder=folder,
+            name=name,
+            token_file=token_file,
+        )
 
     run_service_command(work)
+
+
+@reward_app.command("token", short_help="Make a token for a caller.")
+@command
+def token(
+    file: Annotated[Path, argument(metavar="FILE", help="The service's token file; is created if it is missing.")],
+    name: Annotated[str, argument(metavar="NAME", help="Who gets the token.")],
+    role: Annotated[Role, typer.Option(help="What the token allows; each role includes those before it.")] = Role.score,
+) -> int:
+    """Makes a token, prints it once, and adds its SHA-256 to the file of `tandem reward serve --token-file`.
+
+    Example: tandem reward token tokens.toml alice
+    """
+    from tandem.services.rpc.tokens import add_token
+
+    print(add_token(file, name, role))
+    return 0

@@ -149,11 +149,19 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def serve_alone(
-    arguments: Sequence[str], *, host: str, port: int | None, redis_url: str, folder: Path, name: str
+    arguments: Sequence[str],
+    *,
+    host: str,
+    port: int | None,
+    redis_url: str,
+    folder: Path,
+    name: str,
+    token_file: Path | None = None,
 ) -> None:
     """Runs a standalone service until it is stopped. Raises UserError for an unusable setting, scorer or Redis."""
     from tandem.services.config.recipe import load_service_config
     from tandem.services.process import starting
+    from tandem.services.rpc.tokens import Tokens
 
     files = [one for one in arguments if "=" not in one]
     if len(files) > 1:
@@ -164,5 +172,10 @@ def serve_alone(
     with starting():
         from tandem.services.reward import standalone as reward_standalone
     reward_standalone.main(
-        config.model_copy(update={"reward": reward}), host=host, redis_url=redis_url, folder=folder, name=name
+        config.model_copy(update={"reward": reward}),
+        host=host,
+        redis_url=redis_url,
+        folder=folder,
+        name=name,
+        tokens=None if token_file is None else Tokens.load(token_file),
     )

@@ -42,7 +42,7 @@ def show_status(folder: Path, console: Console) -> int:
     head = ("service", "state", "pid", "restarts", "version", "address", "doing")
     table = Table(*head, box=None, header_style="bold", pad_edge=False)
     for service in status.services:
-        info = _info(service.address)
+        info = _info(service.address, address.token)
         version, doing = ("–", "") if info is None else (str(info.policy_version), info.activity)
         place = service.address or "–"
         table.add_row(
@@ -57,7 +57,7 @@ def show_status(folder: Path, console: Console) -> int:
 
 def ask_supervisor(address: RunAddress) -> tuple[control_pb2.GetStatusReply, dict[str, int]]:
     """The status and the ledger's counts from the run's supervisor. Raises UnavailableError if it does not answer."""
-    with connect(address.control) as channel, translated():
+    with connect(address.control, address.token) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
@@ -131,11 +131,11 @@ def _show_counts(counts: Mapping[str, int], console: Console) -> None:
     console.print(table)
 
 
-def _info(address: str) -> common_pb2.InfoReply | None:
+def _info(address: str, token: str) -> common_pb2.InfoReply | None:
     if not address:
         return None
     try:
-        with connect(address) as channel, translated():
+        with connect(address, token) as channel, translated():
             stub = common_pb2_grpc.InfoServiceStub(channel)
             reply: common_pb2.InfoReply = stub.Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
             return reply

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import grpc
 
 from tandem.protos.errors import DeadlineError, SizeError, TandemError, UnavailableError, error_class
 from tandem.services.addresses import named_addresses, target_of
 from tandem.services.rpc.limits import ERROR_KEY, MAX_MESSAGE_BYTES
+from tandem.services.rpc.tokens import bearer
 
 _TOO_LARGE = re.compile(r"larger than max(?: \((\d+) vs\. (\d+)\))?")  # in gRPC's words; no sizes if it was compressed
 _SERVICE_CONFIG = {
@@ -39,11 +41,49 @@ _CLIENT_OPTIONS = [
 ]
 
 
-def connect(addresses: str) -> grpc.Channel:
+class _TokenSender(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds a token to every call."""
+
+    def __init__(self, token: str) -> None:
+        self._token = bearer(token)
+
+    def _call(self, continuation: Any, details: Any, request: object) -> Any:
+        return continuation(details._replace(metadata=[*(details.metadata or ()), self._token]), request)
+
+    intercept_unary_unary = intercept_unary_stream = _call  # type: ignore[assignment]
+    intercept_stream_unary = intercept_stream_stream = _call  # type: ignore[assignment]
+
+
+def connect(addresses: str, token: str = "") -> grpc.Channel:
     """A channel to `host:port`, or to several addresses separated by commas, over which the calls rotate. It connects
-    with the first call. Raises UserError if an address is invalid, or one of several addresses cannot be resolved.
+    with the first call. Every call carries the token. Raises UserError if an address is invalid, or one of several
+    addresses cannot be resolved.
     """
-    return grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
+    channel = grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
+    return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
+
+
+class TokenChannel:
+    """A channel of `grpc.aio` whose calls carry a token. Has the methods that stubs use.
+
+    An interceptor of `grpc.aio` would start another task for every call.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        metadata = (bearer(token),)
+
+        def with_token(kind: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *method, **options: partial(kind(*method, **options), metadata=metadata)
+
+        self.unary_unary = with_token(channel.unary_unary)
+        self.unary_stream = with_token(channel.unary_stream)
+        self.stream_unary = with_token(channel.stream_unary)
+        self.stream_stream = with_token(channel.stream_stream)
 
 
 def connect_async(target: str) -> grpc.aio.Channel:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
+from tandem.services.rpc.tokens import Tokens
 
 INFO_SERVICE = "tandem.v1.InfoService"
 _START_SECONDS = 10.0
@@ -43,6 +44,8 @@ class ServerOptions(TypedDict, total=False):
     on_stop: Callable[[], None]
     """Called on the event loop when the server begins to stop, so that long calls can end with their own error."""
     limits: RpcLimits
+    tokens: Tokens | None
+    """The tokens that callers must have. None: anybody who can connect may call everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
         ]
     )
     # LimitedServer has the two methods that registration uses.
-    registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names))
+    registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names, options.get("tokens")))
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
     if register := options.get("register"):
         register(registrar)

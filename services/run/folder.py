@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from tandem.services.config import Recipe
@@ -27,11 +29,12 @@ _LOCK_WAIT_SECONDS = 1.0  # `running` holds a shared lock for a moment; a superv
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Addresses of a running run. `control` is the supervisor's gRPC address."""
+    """Addresses of a running run. `control` is the supervisor's gRPC address; `token` is for it and the services."""
 
     pid: int
     redis_url: str
     control: str
+    token: str
 
 
 class RunLock(AbstractContextManager["RunLock"]):
@@ -43,7 +46,7 @@ class RunLock(AbstractContextManager["RunLock"]):
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open until __exit__)
+            self._file = open_private(folder / LOCK_FILE, "a+")
         except OSError as error:
             raise cannot_write(folder, error) from None
         if not lock_file(self._file, _LOCK_WAIT_SECONDS):
@@ -127,11 +130,20 @@ def redis_url_of(recipe: Recipe) -> str:
     raise EnvironmentLackError(f"no Redis: nothing runs in {recipe.folder}; {remedy}")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Replaces a file's text atomically. Raises EnvironmentLackError if it cannot be written."""
+def open_private(file: Path, mode: str) -> IO[str]:
+    """Opens a text file that no other user may read. Raises OSError."""
+    opened: IO[str] = open(file, mode, encoding="utf-8", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (returned)
+    os.fchmod(opened.fileno(), 0o600)  # it may have existed
+    return opened
+
+
+def write_text(file: Path, text: str, *, private: bool = False) -> None:
+    """Replaces a file's text atomically. `private`: no other user may read it. Raises EnvironmentLackError if it cannot
+    be written.
+    """
     temporary = file.with_name(file.name + ".tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as out:
+        with open_private(temporary, "w") if private else open(temporary, "w", encoding="utf-8") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())

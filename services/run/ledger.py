@@ -36,7 +36,7 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
     if not resume and config.exists() and not external_redis_url(recipe):
         assert not step_taken(recipe.folder), "check_run_folder refuses a folder with recorded batches"
         forget_run(recipe, buffer)
-    write_text(config, dump_recipe(recipe))
+    write_text(config, dump_recipe(recipe), private=True)  # its Redis URL may hold a password
     try:
         _create(buffer, recipe, resume)
     except UserError:
@@ -97,7 +97,7 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
         recipe.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(recipe.folder, error) from None
-    write_text(config, dump_recipe(recipe))
+    write_text(config, dump_recipe(recipe), private=True)  # its Redis URL may hold a password
 
 
 def _wait_for_the_feed(buffer: Buffer) -> None:

@@ -15,7 +15,7 @@ from statistics import fmean
 import grpc
 import numpy as np
 
-from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import NotAdmittedError, TandemError
 from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
@@ -23,6 +23,7 @@ from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
+from tandem.services.rpc.tokens import run_token
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEndpoints:
-    """Addresses of the samplers and of the reward service."""
+    """Addresses of the samplers and of the reward service, and the token for them."""
 
     samplers: Sequence[str]
     reward: str
+    token: str
     max_tokens: int
     stop: Sequence[str] = ()
 
@@ -65,7 +67,7 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: Evaluati
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
-    channels = {address: connect(address) for address in {*endpoints.samplers, endpoints.reward}}
+    channels = {address: connect(address, endpoints.token) for address in {*endpoints.samplers, endpoints.reward}}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
     items: list[reward_pb2.ScoreReply.Item] = []
     reason = "no_sampler"
@@ -176,7 +178,8 @@ def wait_for_endpoints(
         ]
         reward = buffer.services().get("reward")
         if samplers and reward:
-            return EvaluationEndpoints(samplers, reward, recipe.rollout.max_response_tokens, recipe.rollout.stop)
+            token = run_token(buffer.secret(), common_pb2.OPERATE)
+            return EvaluationEndpoints(samplers, reward, token, recipe.rollout.max_response_tokens, recipe.rollout.stop)
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):
             return None

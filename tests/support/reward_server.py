@@ -100,8 +100,8 @@ class ScriptedCore(ScoringCore):
 class Calls:
     """Short calls to the reward service at an address. A context manager."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = connect(address)
+    def __init__(self, address: str, token: str = "") -> None:
+        self.channel = connect(address, token)
         self.stub = Stub(self.channel)
 
     def __enter__(self) -> Self:

@@ -14,13 +14,18 @@ from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import INFO_SERVICE
+from tandem.services.rpc.tokens import run_token
 from tandem.services.service_info import software_version
 
 RPC_SECONDS = 10.0
 
 
-def ask_info(address: str) -> common_pb2.InfoReply:
-    with connect(address) as channel, translated():
+def token_of(buffer: Buffer, role: common_pb2.Role = common_pb2.READ) -> str:
+    return run_token(buffer.secret(), role)
+
+
+def ask_info(address: str, token: str = "") -> common_pb2.InfoReply:
+    with connect(address, token) as channel, translated():
         return common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
 
 
@@ -30,8 +35,8 @@ def health_of(address: str, name: str) -> int:
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_SECONDS).status)
 
 
-def listed_services(address: str) -> set[str]:
-    with connect(address) as channel:
+def listed_services(address: str, token: str = "") -> set[str]:
+    with connect(address, token) as channel:
         return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
 
@@ -55,9 +60,10 @@ def check_what_it_says(
         health_of(address, "tandem.v1.NoSuchService")
     assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
     always = {INFO_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME}
-    assert listed_services(address) == {*service_names, *always}
+    token = token_of(buffer)
+    assert listed_services(address, token) == {*service_names, *always}
 
-    info = ask_info(address)
+    info = ask_info(address, token)
     assert (info.service, info.run_id, info.software_version) == (name, buffer.run_id, software_version())
     assert started_after <= info.started_at <= time.time()
     counts = {figure: float(number) for figure, number in buffer.counts().items()}

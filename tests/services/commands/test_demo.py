@@ -122,7 +122,7 @@ def test_a_running_demo_is_left_alone(stage: Stage, folder: Path, moment: str) -
     with RunLock(folder) as lock:
         if moment == "run":
             (folder / CONFIG_FILE).write_text("{}")
-            lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere", control=""))
+            lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere", control="", token=""))
         before = sorted(os.listdir(folder))
         told = r"demo: another supervisor.* runs in it; .* choose another run\.folder"
         with pytest.raises(RunExistsError, match=told):

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tandem.protos import rollout_pb2, rollout_pb2_grpc
+from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import encode_manifest
@@ -30,7 +30,7 @@ from tandem.trainer.weight_sender import WeightSender
 from tests.services.rollout.test_rollout_service import offer, prompt
 from tests.support.paths import ROOT
 from tests.support.redis_ring import SAMPLER, new_run
-from tests.support.service_wire import ask_info, check_what_it_says
+from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
 from tests.support.weight_ring import Policy
@@ -102,7 +102,7 @@ def ring(
 def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
     served, buffer, address, sender = ring
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
-    with connect(address) as channel, translated():
+    with connect(address, token_of(buffer, common_pb2.INTERNAL)) as channel, translated():
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         said = {"name": SAMPLER, "service_names": (SERVICE_NAME,), "started_after": served.started_after}
         info = check_what_it_says(address, buffer, **said, incarnation=0)  # it has received no weights yet
@@ -161,16 +161,17 @@ def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
 def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
     """A paused service finishes the groups it holds and claims none; after resume it claims again."""
     offer(buffer, prompt(100, num_samples=2, max_tokens=250))
-    eventually(lambda: ask_info(address).figures["groups_held"] == 1)  # leased and reported by the sampler
+    # The group is leased, and the sampler has reported it.
+    eventually(lambda: ask_info(address, token_of(buffer)).figures["groups_held"] == 1)
     state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
     assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
-    assert ask_info(address).activity == "sampling 1 groups, paused"
+    assert ask_info(address, token_of(buffer)).activity == "sampling 1 groups, paused"
     offer(buffer, prompt(101, num_samples=2, max_tokens=20))
     (held,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
     assert held.group_id == "0-100", "what it had under way is sampled to its end"
     counts = buffer.counts()
     assert (counts["prompts_waiting"], counts["generated_waiting"]) == (1, 0)
-    assert ask_info(address).activity == "paused"
+    assert ask_info(address, token_of(buffer)).activity == "paused"
 
     state = stub.Resume(rollout_pb2.ResumeRequest(), timeout=5)
     assert not state.paused
@@ -181,8 +182,8 @@ def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, addre
 def test_an_answer_sampled_by_two_versions_is_refused_where_one_is_required(
     ring: tuple[Served, Buffer, str, WeightSender],
 ) -> None:
-    _, _, address, sender = ring
-    with connect(address) as channel:
+    _, buffer, address, sender = ring
+    with connect(address, token_of(buffer, common_pb2.INTERNAL)) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         item = rollout_pb2.GenerateRequest.Item(prompt_ids=np.arange(5, 17, dtype="<i4").tobytes(), num_samples=4)
         sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=256)

@@ -67,7 +67,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
 def test_a_folder_in_use_is_refused_with_and_without_resume(values: Values) -> None:
     recipe = recipe_of(values)
     with RunLock(recipe.folder) as lock, pytest.raises(RunExistsError, match="another supervisor"):
-        lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere", control=""))
+        lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere", control="", token=""))
         check_recipe(recipe, resume=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tandem.protos import control_pb2, control_pb2_grpc
+from tandem.protos import common_pb2, control_pb2, control_pb2_grpc
 from tandem.protos.errors import DeadlineError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import parse_recipe
@@ -26,7 +27,7 @@ from tests.services.run.conftest import DEADLINE_SECONDS, Run
 from tests.support.processes import has_ended
 from tests.support.redis_ring import SAMPLER, new_run, score, train
 from tests.support.run_inputs import small_values
-from tests.support.service_wire import ask_info, check_what_it_says
+from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.waiting import eventually
 
 
@@ -50,6 +51,8 @@ def test_a_run_is_shown_while_it_runs_and_afterwards(run: Run) -> None:
     figures = check_what_it_says(address.control, buffer, **expected).figures  # nothing is published yet
     assert (figures["admitted"], figures["prompts_waiting"]) == (6.0, 6.0)
     assert buffer.services()["controller"] == address.control, "it is found through the buffer, too"
+    for name in ("supervisor.lock", CONFIG_FILE):  # they hold a token, and the Redis URL
+        assert stat.S_IMODE((run.folder / name).stat().st_mode) == 0o600, name
 
     pids = run.pids()
     said = run.end(process)
@@ -78,7 +81,7 @@ def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_name
     process, address = run.start_run()
     (run.folder / "batches" / "000001").mkdir(parents=True)  # the run took a step
     pids = run.pids()
-    with connect(address.control) as channel:
+    with connect(address.control, address.token) as channel:
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=5.0)
     said, _ = process.communicate(timeout=10.0)
     assert process.returncode == 130
@@ -160,16 +163,17 @@ def served(redis_url: str, processes: ProcessGroup, tmp_path: Path) -> Iterator[
 
 def test_info_follows_the_ledger(served: tuple[str, Buffer]) -> None:
     address, buffer = served
-    info = ask_info(address)
+    token = token_of(buffer)
+    info = ask_info(address, token)
     assert (info.policy_version, info.incarnation, info.figures["admitted"]) == (0, 1, 0.0)
     score(buffer, 2)
     train(buffer, 1, 1, 2)
     buffer.publish(1, 1, [SAMPLER])
-    info = ask_info(address)
+    info = ask_info(address, token)
     assert (info.policy_version, info.incarnation) == (1, 1)
     assert dict(info.figures) == {name: float(count) for name, count in buffer.counts().items()}
     assert info.figures["admitted"] == info.figures["retired"] == 2.0
-    assert buffer.begin_incarnation() == ask_info(address).incarnation == 2
+    assert buffer.begin_incarnation() == ask_info(address, token).incarnation == 2
 
 
 def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
@@ -177,7 +181,7 @@ def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
 ) -> None:
     address, buffer = served
     buffer.register_service("trainer", "127.0.0.1:7")
-    with connect(address) as channel, translated():
+    with connect(address, token_of(buffer, common_pb2.OPERATE)) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)

@@ -17,7 +17,7 @@ from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Sampler
 from tandem.services.trainer.launch import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
-from tests.support.service_wire import ask_info, check_what_it_says
+from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_group
 from tests.support.waiting import eventually, looping
@@ -34,7 +34,7 @@ def test_a_waiting_trainer_answers_info_and_stops(tmp_path: Path, redis_url: str
         address = buffer.services()["trainer"]
 
         def is_waiting() -> bool:
-            info = ask_info(address)
+            info = ask_info(address, token_of(buffer))
             return info.policy_version == 2 and info.activity.startswith("waits for scored groups")
 
         eventually(is_waiting)
