@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/protos/common.proto\x12\ttandem.v1\x1a google/protobuf/descriptor.proto\"\r\n\x0bInfoRequest\"\xfd\x01\n\tInfoReply\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x12\n\nstarted_at\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x32\n\x07\x66igures\x18\x07 \x03(\x0b\x32!.tandem.v1.InfoReply.FiguresEntry\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x0bVersionSpan\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03*@\n\x04Role\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04READ\x10\x01\x12\t\n\x05SCORE\x10\x02\x12\x0b\n\x07OPERATE\x10\x03\x12\x0c\n\x08INTERNAL\x10\x04\x32I\n\x0bInfoService\x12:\n\x04Info\x12\x16.tandem.v1.InfoRequest\x1a\x14.tandem.v1.InfoReply\"\x04\x98\xdb\x18\x01:?\n\x04role\x12\x1e.google.protobuf.MethodOptions\x18\xb3\x8b\x03 \x01(\x0e\x32\x0f.tandem.v1.Roleb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/protos/common.proto\x12\ttandem.v1\"\r\n\x0bInfoRequest\"\xfd\x01\n\tInfoReply\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x12\n\nstarted_at\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x32\n\x07\x66igures\x18\x07 \x03(\x0b\x32!.tandem.v1.InfoReply.FiguresEntry\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x0bVersionSpan\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x32\x43\n\x0bInfoService\x12\x34\n\x04Info\x12\x16.tandem.v1.InfoRequest\x1a\x14.tandem.v1.InfoReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INFOREPLY_FIGURESENTRY']._loaded_options = None
   _globals['_INFOREPLY_FIGURESENTRY']._serialized_options = b'8\001'
-  _globals['_INFOSERVICE'].methods_by_name['Info']._loaded_options = None
-  _globals['_INFOSERVICE'].methods_by_name['Info']._serialized_options = b'\230\333\030\001'
-  _globals['_ROLE']._serialized_start=427
-  _globals['_ROLE']._serialized_end=491
-  _globals['_INFOREQUEST']._serialized_start=75
-  _globals['_INFOREQUEST']._serialized_end=88
-  _globals['_INFOREPLY']._serialized_start=91
-  _globals['_INFOREPLY']._serialized_end=344
-  _globals['_INFOREPLY_FIGURESENTRY']._serialized_start=298
-  _globals['_INFOREPLY_FIGURESENTRY']._serialized_end=344
-  _globals['_VERSIONSPAN']._serialized_start=346
-  _globals['_VERSIONSPAN']._serialized_end=425
-  _globals['_INFOSERVICE']._serialized_start=493
-  _globals['_INFOSERVICE']._serialized_end=566
+  _globals['_INFOREQUEST']._serialized_start=41
+  _globals['_INFOREQUEST']._serialized_end=54
+  _globals['_INFOREPLY']._serialized_start=57
+  _globals['_INFOREPLY']._serialized_end=310
+  _globals['_INFOREPLY_FIGURESENTRY']._serialized_start=264
+  _globals['_INFOREPLY_FIGURESENTRY']._serialized_end=310
+  _globals['_VERSIONSPAN']._serialized_start=312
+  _globals['_VERSIONSPAN']._serialized_end=391
+  _globals['_INFOSERVICE']._serialized_start=393
+  _globals['_INFOSERVICE']._serialized_end=460
 # @@protoc_insertion_point(module_scope)

@@ -1,27 +1,10 @@
-from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    NONE: _ClassVar[Role]
-    READ: _ClassVar[Role]
-    SCORE: _ClassVar[Role]
-    OPERATE: _ClassVar[Role]
-    INTERNAL: _ClassVar[Role]
-NONE: Role
-READ: Role
-SCORE: Role
-OPERATE: Role
-INTERNAL: Role
-ROLE_FIELD_NUMBER: _ClassVar[int]
-role: _descriptor.FieldDescriptor
 
 class InfoRequest(_message.Message):
     __slots__ = ()

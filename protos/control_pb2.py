@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from tandem.protos import common_pb2 as tandem_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\x1a\x1atandem/protos/common.proto\"\x12\n\x10GetStatusRequest\"\xd0\x01\n\x0eGetStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x33\n\x08services\x18\x03 \x03(\x0b\x32!.tandem.v1.GetStatusReply.Service\x1ah\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply2\xeb\x01\n\x0e\x43ontrolService\x12I\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x19.tandem.v1.GetStatusReply\"\x04\x98\xdb\x18\x01\x12I\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\"\x04\x98\xdb\x18\x01\x12\x43\n\x07StopRun\x12\x19.tandem.v1.StopRunRequest\x1a\x17.tandem.v1.StopRunReply\"\x04\x98\xdb\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\"\x12\n\x10GetStatusRequest\"\xd0\x01\n\x0eGetStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x33\n\x08services\x18\x03 \x03(\x0b\x32!.tandem.v1.GetStatusReply.Service\x1ah\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply2\xd9\x01\n\x0e\x43ontrolService\x12\x43\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x19.tandem.v1.GetStatusReply\x12\x43\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\x12=\n\x07StopRun\x12\x19.tandem.v1.StopRunRequest\x1a\x17.tandem.v1.StopRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,28 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._loaded_options = None
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_CONTROLSERVICE'].methods_by_name['GetStatus']._loaded_options = None
-  _globals['_CONTROLSERVICE'].methods_by_name['GetStatus']._serialized_options = b'\230\333\030\001'
-  _globals['_CONTROLSERVICE'].methods_by_name['GetLedger']._loaded_options = None
-  _globals['_CONTROLSERVICE'].methods_by_name['GetLedger']._serialized_options = b'\230\333\030\001'
-  _globals['_CONTROLSERVICE'].methods_by_name['StopRun']._loaded_options = None
-  _globals['_CONTROLSERVICE'].methods_by_name['StopRun']._serialized_options = b'\230\333\030\003'
-  _globals['_GETSTATUSREQUEST']._serialized_start=70
-  _globals['_GETSTATUSREQUEST']._serialized_end=88
-  _globals['_GETSTATUSREPLY']._serialized_start=91
-  _globals['_GETSTATUSREPLY']._serialized_end=299
-  _globals['_GETSTATUSREPLY_SERVICE']._serialized_start=195
-  _globals['_GETSTATUSREPLY_SERVICE']._serialized_end=299
-  _globals['_GETLEDGERREQUEST']._serialized_start=301
-  _globals['_GETLEDGERREQUEST']._serialized_end=319
-  _globals['_GETLEDGERREPLY']._serialized_start=322
-  _globals['_GETLEDGERREPLY']._serialized_end=460
-  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_start=415
-  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_end=460
-  _globals['_STOPRUNREQUEST']._serialized_start=462
-  _globals['_STOPRUNREQUEST']._serialized_end=478
-  _globals['_STOPRUNREPLY']._serialized_start=480
-  _globals['_STOPRUNREPLY']._serialized_end=494
-  _globals['_CONTROLSERVICE']._serialized_start=497
-  _globals['_CONTROLSERVICE']._serialized_end=732
+  _globals['_GETSTATUSREQUEST']._serialized_start=42
+  _globals['_GETSTATUSREQUEST']._serialized_end=60
+  _globals['_GETSTATUSREPLY']._serialized_start=63
+  _globals['_GETSTATUSREPLY']._serialized_end=271
+  _globals['_GETSTATUSREPLY_SERVICE']._serialized_start=167
+  _globals['_GETSTATUSREPLY_SERVICE']._serialized_end=271
+  _globals['_GETLEDGERREQUEST']._serialized_start=273
+  _globals['_GETLEDGERREQUEST']._serialized_end=291
+  _globals['_GETLEDGERREPLY']._serialized_start=294
+  _globals['_GETLEDGERREPLY']._serialized_end=432
+  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_start=387
+  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_end=432
+  _globals['_STOPRUNREQUEST']._serialized_start=434
+  _globals['_STOPRUNREQUEST']._serialized_end=450
+  _globals['_STOPRUNREPLY']._serialized_start=452
+  _globals['_STOPRUNREPLY']._serialized_end=466
+  _globals['_CONTROLSERVICE']._serialized_start=469
+  _globals['_CONTROLSERVICE']._serialized_end=686
 # @@protoc_insertion_point(module_scope)

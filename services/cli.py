@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tandem.services.command_line import Role, argument, command, console, full_disk_named, option, run_service_command
+from tandem.services.command_line import argument, command, console, full_disk_named, option, run_service_command
 from tandem.services.commands.reward import reward_app
+from tandem.services.rpc.tokens import Role, run_token
 
 if TYPE_CHECKING:
     from tandem.services.config import Recipe
@@ -174,11 +175,10 @@ def token(
     Example: TANDEM_TOKEN=$(tandem token runs/mine) tandem reward jobs --address 127.0.0.1:50051
     """
     from tandem.services.commands.status import ledger_of
-    from tandem.services.rpc.tokens import ROLES, run_token
     from tandem.services.run.folder import find_run
 
     with ledger_of(find_run(run_folder)) as buffer:
-        print(run_token(buffer.secret(), ROLES[role]))
+        print(run_token(buffer.secret(), role))
     return 0
 
 

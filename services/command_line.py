@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
@@ -22,15 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
-
-
-class Role(StrEnum):
-    """What a token allows, as in protos/common.proto."""
-
-    read = "read"
-    score = "score"
-    operate = "operate"
-
 
 option = functools.partial(typer.Option, show_default=False)
 argument = functools.partial(typer.Argument, show_default=False)

@@ -9,7 +9,8 @@ import typer
 
 from tandem.protos.errors import UserError
 from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from tandem.services.command_line import Role, argument, command, option, run_service_command
+from tandem.services.command_line import argument, command, option, run_service_command
+from tandem.services.rpc.tokens import Role, add_token
 
 reward_app = typer.Typer(
     no_args_is_help=True,
@@ -276,7 +277,5 @@ def token(
 
     Example: tandem reward token tokens.toml alice
     """
-    from tandem.services.rpc.tokens import add_token
-
     print(add_token(file, name, role))
     return 0

@@ -24,7 +24,6 @@ def _bytes_pool() -> descriptor_pool.DescriptorPool:
     (item,) = request.nested_type
     for field in item.field:
         field.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
-    del file.service[:], file.dependency[:]  # the messages need neither
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return pool

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from tandem.protos import common_pb2
 from tandem.protos.errors import DataError, DeadlineError, TandemError, UnavailableError, UserError
-from tandem.services.rpc.tokens import Metadata, Tokens, role_needed
+from tandem.services.rpc.tokens import ROLES_NEEDED, Metadata, Role, Tokens
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_CALLS = 256
@@ -49,7 +48,7 @@ class RpcLimits:
 
 class _Method(NamedTuple):
     handler: Handler
-    role: common_pb2.Role
+    role: Role | None
     is_counted: bool
 
 
@@ -80,7 +79,8 @@ class LimitedServer(grpc.GenericRpcHandler):
         for name, handler in method_handlers.items():
             path = f"/{service_name}/{name}"
             wrapped = _wrapped(handler, self._limits.readers.get(path), self._limits.read_seconds)
-            self._methods[path] = _Method(wrapped, role_needed(service_name, name), service_name in self._counted)
+            role = ROLES_NEEDED.get(path, Role.internal)
+            self._methods[path] = _Method(wrapped, role, service_name in self._counted)
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Ignores the handlers: they are those of `add_registered_method_handlers` again."""

@@ -10,13 +10,12 @@ from functools import partial
 
 from rich.console import Console
 
-from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
-from tandem.services.rpc.tokens import run_token
+from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.children import Child, ChildSpec, RedisChild
 from tandem.services.run.control import control_server
 from tandem.services.run.folder import (
@@ -63,7 +62,7 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
         processes.last_version = lambda: watch.last_version
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
         control = stack.enter_context(control_server(recipe, processes, buffer))
-        token = run_token(buffer.secret(), common_pb2.OPERATE)
+        token = run_token(buffer.secret(), Role.operate)
         held.publish(RunAddress(os.getpid(), redis_url, control, token))
         processes.children = [Child(spec, processes.token) for spec in child_specs(recipe, redis_url)]
         with Progress(watch, processes.states, console):

@@ -15,7 +15,7 @@ from statistics import fmean
 import grpc
 import numpy as np
 
-from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import NotAdmittedError, TandemError
 from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
@@ -23,7 +23,7 @@ from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
-from tandem.services.rpc.tokens import run_token
+from tandem.services.rpc.tokens import Role, run_token
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def wait_for_endpoints(
         ]
         reward = buffer.services().get("reward")
         if samplers and reward:
-            token = run_token(buffer.secret(), common_pb2.OPERATE)
+            token = run_token(buffer.secret(), Role.operate)
             return EvaluationEndpoints(samplers, reward, token, recipe.rollout.max_response_tokens, recipe.rollout.stop)
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):

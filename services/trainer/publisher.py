@@ -9,14 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tandem.protos import common_pb2, rollout_pb2
+from tandem.protos import rollout_pb2
 from tandem.protos.errors import UnavailableError, WeightTransferError
 from tandem.protos.manifest import weights_digest
 from tandem.protos.types import WeightManifest
 from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
-from tandem.services.rpc.tokens import run_token
+from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.trainer.sampler_link import SamplerLink
 from tandem.trainer.weight_sender import WeightSender
 
@@ -46,7 +46,7 @@ class Publisher:
     def __init__(self, buffer: Buffer, sender: WeightSender, recipe: Recipe, incarnation: int) -> None:
         self._buffer = buffer
         self._sender = sender
-        self._token = run_token(buffer.secret(), common_pb2.INTERNAL)
+        self._token = run_token(buffer.secret(), Role.internal)
         self._host = recipe.run.host
         self._folder = recipe.folder / "weights"
         self._backend = recipe.weights.backend

@@ -27,7 +27,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.clients import RewardClient
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import ServerThread
-from tandem.services.rpc.tokens import ROLES, Tokens, add_token, bearer, role_needed, run_token
+from tandem.services.rpc.tokens import ROLES_NEEDED, Role, Tokens, add_token, bearer, run_token
 from tests.support.reward_process import running_reward
 from tests.support.service_wire import health_of, listed_services
 
@@ -54,11 +54,14 @@ def server() -> Iterator[ServerThread]:
     running.stop()
 
 
+def path_of(method: MethodDescriptor) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
 def status_of(address: str, method: MethodDescriptor, *metadata: tuple[str, str]) -> grpc.StatusCode:
     """The status of a call with one empty message. As a stream, because that calls methods of every kind."""
-    path = f"/{method.containing_service.full_name}/{method.name}"
     with grpc.insecure_channel(address) as channel:
-        call = channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=10.0)
+        call = channel.stream_stream(path_of(method))(iter([b""]), metadata=metadata, timeout=10.0)
         with suppress(grpc.RpcError):
             list(call)
         code: grpc.StatusCode = call.code()
@@ -67,12 +70,12 @@ def status_of(address: str, method: MethodDescriptor, *metadata: tuple[str, str]
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_method_needs_a_token_of_its_role(server: ServerThread, method: MethodDescriptor) -> None:
-    needed = role_needed(method.containing_service.full_name, method.name)
-    assert method.GetOptions().HasExtension(common_pb2.role), "its .proto says which role may call it"
-    token = run_token(SECRET, common_pb2.INTERNAL)
+    needed = ROLES_NEEDED[path_of(method)]
+    assert needed is not None
+    token = run_token(SECRET, Role.internal)
     strangers: list[tuple[tuple[str, str], ...]] = [
         (),
-        (bearer(run_token("another run's secret", common_pb2.INTERNAL)),),
+        (bearer(run_token("another run's secret", Role.internal)),),
         (bearer(""),),
         (bearer(SECRET),),
         (bearer(token[:-1]),),
@@ -81,12 +84,12 @@ def test_a_method_needs_a_token_of_its_role(server: ServerThread, method: Method
     ]
     for metadata in strangers:
         assert status_of(server.address, method, *metadata) == grpc.StatusCode.UNAUTHENTICATED, metadata
-    for role in ROLES.values():
+    for role in Role:
         status = status_of(server.address, method, bearer(run_token(SECRET, role)))
-        if role < needed:
-            assert status == grpc.StatusCode.PERMISSION_DENIED, common_pb2.Role.Name(role)
+        if not role.includes(needed):
+            assert status == grpc.StatusCode.PERMISSION_DENIED, role
         else:
-            assert status not in REFUSALS, common_pb2.Role.Name(role)
+            assert status not in REFUSALS, role
 
 
 def test_health_is_open_and_reflection_is_not(server: ServerThread) -> None:
@@ -101,7 +104,7 @@ def test_a_client_says_what_its_token_lacks(server: ServerThread, monkeypatch: p
     monkeypatch.delenv("TANDEM_TOKEN", raising=False)
     with RewardClient(server.address) as client, pytest.raises(AuthenticationError, match="no token; set TANDEM_TOKEN"):
         client.score([item])
-    monkeypatch.setenv("TANDEM_TOKEN", run_token(SECRET, common_pb2.READ))
+    monkeypatch.setenv("TANDEM_TOKEN", run_token(SECRET, Role.read))
     with RewardClient(server.address) as client, pytest.raises(AccessError, match="needs a token with the role score"):
         client.cancel("a-job")
     with connect(server.address, "wrong") as channel, pytest.raises(AuthenticationError, match="known"), translated():
@@ -119,16 +122,16 @@ def test_the_tokens_of_a_run_survive_its_processes(redis_url: str) -> None:
 
 def test_a_token_of_the_file_opens_what_its_role_allows(tmp_path: Path) -> None:
     file = tmp_path / "tokens.toml"
-    tokens = {role: add_token(file, f"one-{role}", role) for role in ROLES}
+    tokens = {role: add_token(file, f"one-{role}", role) for role in Role}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not any(token in file.read_text() for token in tokens.values()), "only digests are stored"
     accepted = Tokens.load(file)
     for role, token in tokens.items():
-        for needed in ROLES.values():
-            with nullcontext() if needed <= ROLES[role] else pytest.raises(AccessError):
+        for needed in Role:
+            with nullcontext() if role.includes(needed) else pytest.raises(AccessError):
                 accepted.check([bearer(token)], needed)
     with pytest.raises(AuthenticationError):
-        accepted.check([bearer("guessed")], common_pb2.READ)
+        accepted.check([bearer("guessed")], Role.read)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_a_token_of_the_file_opens_what_its_role_allows(tmp_path: Path) -> None:
         ("", 0o644, "other users may read or write it; run chmod 600"),
         ("alice = 1", 0o600, "cannot be read"),
         ('alice = { role = "score" }', 0o600, "cannot be read: 'sha256'"),
-        ('alice = { role = "king", sha256 = "00" }', 0o600, "cannot be read: 'king'"),
+        ('alice = { role = "king", sha256 = "00" }', 0o600, "cannot be read: 'king' is not a valid Role"),
         ("alice = {", 0o600, "cannot be read"),
         (None, 0, "No such file or directory"),
     ],
@@ -153,14 +156,14 @@ def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str |
 
 @pytest.mark.parametrize(("name", "says"), [("alice", "holds a token for alice"), ("a b", "is not a name")])
 def test_a_name_gets_one_token(tmp_path: Path, name: str, says: str) -> None:
-    add_token(tmp_path / "tokens.toml", "alice", "score")
+    add_token(tmp_path / "tokens.toml", "alice", Role.score)
     with pytest.raises(UserError, match=says):
-        add_token(tmp_path / "tokens.toml", name, "read")
+        add_token(tmp_path / "tokens.toml", name, Role.read)
 
 
 def test_a_standalone_service_scores_for_a_caller_with_a_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens.toml"
-    token = add_token(file, "alice", "score")
+    token = add_token(file, "alice", Role.score)
     item = ScoreItem("gsm8k", "#### 1", "1", {}, "")
     with running_reward(tmp_path, "--token-file", str(file), "reward.num_workers=1", "reward.scorer=gsm8k") as address:
         with RewardClient(address, token=token) as client:

@@ -14,13 +14,13 @@ from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import INFO_SERVICE
-from tandem.services.rpc.tokens import run_token
+from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.service_info import software_version
 
 RPC_SECONDS = 10.0
 
 
-def token_of(buffer: Buffer, role: common_pb2.Role = common_pb2.READ) -> str:
+def token_of(buffer: Buffer, role: Role = Role.read) -> str:
     return run_token(buffer.secret(), role)
 
 

@@ -15,10 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tandem.protos import common_pb2, reward_pb2
+from tandem.protos import reward_pb2
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.reward.server import SERVICE_NAME
+from tandem.services.rpc.tokens import Role
 from tests.services.reward.conftest import answers, collect, generate, rewards, run_of
 from tests.support.paths import ROOT
 from tests.support.reward_process import RewardProcess, running_reward
@@ -84,7 +85,7 @@ def test_the_process_serves_groups_calls_and_jobs_and_stops(buffer: Buffer, star
     eventually(lambda: buffer.counts()["dropped"] == 2)
     assert buffer.counts()["dropped:timeout"] == buffer.counts()["dropped:crashed"] == 1
     address = buffer.services()["reward"]
-    with Calls(address, token_of(buffer, common_pb2.SCORE)) as calls:
+    with Calls(address, token_of(buffer, Role.score)) as calls:
         reply = calls.stub.Score(score_request(), timeout=20.0)
         submitted = calls.submit(job_items("1", "2"), rubric=EXACT)
         (*_, event) = calls.watch(submitted.job.job_id)

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
+from tandem.protos import rollout_pb2, rollout_pb2_grpc
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import encode_manifest
@@ -26,6 +26,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
+from tandem.services.rpc.tokens import Role
 from tandem.trainer.weight_sender import WeightSender
 from tests.services.rollout.test_rollout_service import offer, prompt
 from tests.support.paths import ROOT
@@ -102,7 +103,7 @@ def ring(
 def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
     served, buffer, address, sender = ring
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
-    with connect(address, token_of(buffer, common_pb2.INTERNAL)) as channel, translated():
+    with connect(address, token_of(buffer, Role.internal)) as channel, translated():
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         said = {"name": SAMPLER, "service_names": (SERVICE_NAME,), "started_after": served.started_after}
         info = check_what_it_says(address, buffer, **said, incarnation=0)  # it has received no weights yet
@@ -183,7 +184,7 @@ def test_an_answer_sampled_by_two_versions_is_refused_where_one_is_required(
     ring: tuple[Served, Buffer, str, WeightSender],
 ) -> None:
     _, buffer, address, sender = ring
-    with connect(address, token_of(buffer, common_pb2.INTERNAL)) as channel:
+    with connect(address, token_of(buffer, Role.internal)) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         item = rollout_pb2.GenerateRequest.Item(prompt_ids=np.arange(5, 17, dtype="<i4").tobytes(), num_samples=4)
         sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=256)

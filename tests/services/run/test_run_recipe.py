@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from tandem.protos import common_pb2, control_pb2, control_pb2_grpc
+from tandem.protos import control_pb2, control_pb2_grpc
 from tandem.protos.errors import DeadlineError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import parse_recipe
 from tandem.services.rpc.client import connect, translated
+from tandem.services.rpc.tokens import Role
 from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import control_server
 from tandem.services.run.folder import CONFIG_FILE, running
@@ -181,7 +182,7 @@ def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
 ) -> None:
     address, buffer = served
     buffer.register_service("trainer", "127.0.0.1:7")
-    with connect(address, token_of(buffer, common_pb2.OPERATE)) as channel, translated():
+    with connect(address, token_of(buffer, Role.operate)) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
