@@ -20,7 +20,7 @@ demo: setup  ## train a tiny model through the real services, in about five minu
 	@$(BIN)/tandem demo $(ARGS)
 
 test: setup  ## unit, property and service tests
-	@$(BIN)/pytest -n 3 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
 
 test-system: setup  ## whole runs with real processes: recipes, replays, kills
 	@$(BIN)/pytest -n 2 --dist worksteal -m "system or slow" --durations=10 $(ARGS) || \

@@ -216,7 +216,7 @@ def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:
 
 def test_leases_are_renewed_while_a_scorer_is_slow(buffer: Buffer) -> None:
     generate(buffer, [answers(*["slow"] * 8), answers("1")])
-    with scoring(buffer, ScriptedCore(), lease_seconds=0.6):
+    with scoring(buffer, ScriptedCore(), lease_seconds=1.4):  # less than the slow answers take together
         collect(buffer, 2)
     counts = buffer.counts()
     assert counts["leases_expired"] == 0 and counts["stale_results_refused"] == 0 and counts["dropped"] == 0

@@ -176,10 +176,10 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
         (EnvironmentLackError, {"rollout": {"port": 65535, "num_replicas": 2}}, ["rollout.port"]),
         (
             ConfigError,
-            {"reward": {"port": 45671}, "trainer": {"port": 45671}},
-            ["trainer.port", "45671", "also that of reward"],
+            {"reward": {"port": 21671}, "trainer": {"port": 21671}},
+            ["trainer.port", "21671", "also that of reward"],
         ),
-        (EnvironmentLackError, {"run": {"host": "192.0.2.1"}, "trainer": {"port": 45671}}, ["192.0.2.1:45671"]),
+        (EnvironmentLackError, {"run": {"host": "192.0.2.1"}, "trainer": {"port": 21671}}, ["192.0.2.1:21671"]),
         (ConfigError, {"weights": {"backend": "nccl"}}, ["weights.backend=nccl", "gloo"]),
         (ConfigError, {"weights": {"backend": "ipc"}}, ["weights.backend=ipc", "gloo"]),
         (ConfigError, {"trainer": {"num_nodes": 2, "rendezvous": "head:29400"}}, ["run.redis_url", "TANDEM_REDIS_URL"]),
