@@ -87,8 +87,10 @@ class Connection:
                 retry=Retry(NoBackoff(), 0),  # `retried` does the retries
             )
         except ValueError as error:
+            # The error may quote a part of the password.
+            fault = 'percent-encode "/", "?", "#" and "@" in its user and password' if "@" in redis_url else error
             raise ConfigError(
-                f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {error}"
+                f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {fault}"
             ) from None
         self._scripts: dict[str, Script] = {}
         version = str(self.server_info("server", connect_timeout_seconds)["redis_version"])
@@ -188,8 +190,9 @@ def milliseconds(seconds: float) -> int:
 
 
 def _without_secrets(redis_url: str) -> str:
-    scheme, _, rest = redis_url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"  # a password may hold any of "/:@?#"
+    credentials, _, place = redis_url.rpartition("@")  # a password may hold any of "/:@?#"
+    scheme, mark, _ = credentials.partition("://")
+    return (scheme + mark if mark else "") + place.partition("?")[0]
 
 
 def _one_line(error: Exception) -> str:

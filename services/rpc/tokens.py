@@ -10,6 +10,7 @@ import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from tandem.protos.errors import AccessError, AuthenticationError, ConfigError, UserError
@@ -72,15 +73,7 @@ class Tokens:
     @classmethod
     def load(cls, file: Path) -> Tokens:
         """The tokens of a file that `add_token` wrote. Raises ConfigError, also if other users may read the file."""
-        try:
-            if file.stat().st_mode & 0o077:
-                raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
-            entries = tomllib.loads(file.read_text(encoding="utf-8"))
-            return cls({str(entry["sha256"]): Role(entry["role"]) for entry in entries.values()})
-        except OSError as error:
-            raise ConfigError(f"token file {file}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"token file {file} cannot be read: {error}; `tandem reward token` writes one") from None
+        return cls(dict(_read(file).values()))
 
     def check(self, metadata: Metadata, needed: Role | None) -> None:
         """Raises AuthenticationError without a valid token, AccessError if its role does not include `needed`."""
@@ -101,20 +94,38 @@ def run_token(secret: str, role: Role) -> str:
 
 
 def add_token(file: Path, name: str, role: Role) -> str:
-    """Makes a token and appends its name, role and SHA-256 to the file. Raises UserError for a name that is taken."""
+    """Makes a token and appends its name, role and SHA-256 to the file. Raises UserError for a name that is taken, or a
+    file that cannot be used.
+    """
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is not a name of letters, digits, - and _")
-    if file.exists() and name in tomllib.loads(file.read_text(encoding="utf-8")):
+    if file.exists() and name in _read(file):
         raise UserError(f"{file} holds a token for {name}; delete its line first, or choose another name")
     token = secrets.token_urlsafe(32)
-    with open(file, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-        out.write(f'{name} = {{ role = "{role}", sha256 = "{_digest(token)}" }}\n')
+    try:
+        with open(file, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)) as out:
+            out.write(f'{name} = {{ role = "{role}", sha256 = "{_digest(token)}" }}\n')
+    except OSError as error:
+        raise ConfigError(f"token file {file}: {error.strerror}") from None
     return token
 
 
 def bearer(token: str) -> tuple[str, str]:
     """The metadata of a call with this token."""
     return HEADER, f"{_SCHEME}{token}"
+
+
+def _read(file: Path) -> dict[str, tuple[str, Role]]:
+    """SHA-256 and role by name. Raises ConfigError, also if other users may read the file."""
+    try:
+        if file.stat().st_mode & 0o077:
+            raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
+        entries = tomllib.loads(file.read_text(encoding="utf-8"))
+        return {name: (str(entry["sha256"]), Role(entry["role"])) for name, entry in entries.items()}
+    except OSError as error:
+        raise ConfigError(f"token file {file}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"token file {file} cannot be read: {error}; `tandem reward token` writes one") from None
 
 
 def _digest(token: str) -> str:

@@ -152,6 +152,14 @@ def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str |
         file.chmod(mode)
     with pytest.raises(ConfigError, match=re.escape(says)):
         Tokens.load(file)
+    if file.exists():
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            add_token(file, "bob", Role.score)
+
+
+def test_a_token_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone/tokens\.toml: No such file or directory"):
+        add_token(tmp_path / "gone" / "tokens.toml", "bob", Role.score)
 
 
 @pytest.mark.parametrize(("name", "says"), [("alice", "holds a token for alice"), ("a b", "is not a name")])

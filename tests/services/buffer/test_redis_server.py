@@ -227,10 +227,13 @@ def test_an_unreachable_redis_is_a_one_line_error(address: str) -> None:
     assert "\n" not in str(caught.value) and address[:20] in str(caught.value)
 
 
-def test_a_url_of_another_kind_is_refused_without_its_password() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@host/0", "redis://user:secret/part@host/0", "redis://:secret#@host:1", "a:secret@host"]
+)
+def test_a_url_that_cannot_be_used_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url") as caught:
-        Buffer("http://user:secret@host/0", "run")
-    assert "secret" not in str(caught.value)
+        Buffer(url, "run")
+    assert "host" in str(caught.value) and "secret" not in str(caught.value) and "part" not in str(caught.value)
 
 
 def test_a_short_outage_is_waited_out_and_a_long_one_is_a_one_line_error(
