@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system check bench bench-startup bench-reward staleness protos docs lock
+.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -20,11 +20,14 @@ demo: setup  ## train a tiny model through the real services, in about five minu
 	@$(BIN)/tandem demo $(ARGS)
 
 test: setup  ## unit, property and service tests
-	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow and not deploy" --durations=10 $(ARGS)
 
 test-system: setup  ## whole runs with real processes: recipes, replays, kills
-	@$(BIN)/pytest -n 2 --dist worksteal -m "system or slow" --durations=10 $(ARGS) || \
+	@$(BIN)/pytest -n 2 --dist worksteal -m "(system or slow) and not deploy" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
+
+test-deploy: setup  ## security: strangers, certificates, tokens, fuzzed messages, open ports
+	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute
 	@$(MAKE) --no-print-directory -k -j2 -O \

@@ -23,6 +23,8 @@ _CACHES = Path(tempfile.gettempdir(), f"tandem-test-caches-{os.getuid()}")
 for _name in ("VLLM_CACHE_ROOT", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "HF_HOME"):
     os.environ.setdefault(_name, str(_CACHES / _name))
 
+_DEPLOY = Path(__file__).parent / "security"
+
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -39,6 +41,11 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place, prefix="tandem-") as folder:
         yield Path(folder)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.is_relative_to(_DEPLOY):
+        item.add_marker("deploy")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: torch is imported only if a gpu test is really about to run

@@ -162,11 +162,15 @@ def service_process(supervisor: subprocess.Popen[str], service: str) -> psutil.P
 
 
 def kill_tree(supervisor: subprocess.Popen[str]) -> None:
-    """Kills every process of a run with kill -9, the supervisor last."""
+    """Kills every process of a run with kill -9, the supervisor first, which would restart the others. They are gone
+    when this returns.
+    """
     root = psutil.Process(supervisor.pid)
-    for child in [*root.children(recursive=True), root]:
+    tree = [root, *root.children(recursive=True)]
+    for process in tree:
         try:
-            child.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue  # it died with another process
     supervisor.wait(10)
+    assert psutil.wait_procs(tree, timeout=10)[1] == []

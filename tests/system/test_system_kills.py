@@ -34,71 +34,51 @@ def check_finished(run: WholeRun) -> None:
     assert run.summary()["train_steps"] == TOTAL
 
 
-def started(folder: Path, steps: int) -> tuple[WholeRun, subprocess.Popen[str]]:
-    """A run that has trained this many batches, and its supervisor."""
-    run = WholeRun(folder)
-    supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= steps, supervisor)
-    return run, supervisor
+def start(run: WholeRun, steps: int, *options: str) -> subprocess.Popen[str]:
+    """Starts the run, waits until it has this many trained batches, and returns its supervisor."""
+    metrics = run.folder / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    supervisor = run.start("run", str(run.recipe), *options)
+    # A resumed run first drops the lines after its checkpoint.
+    run.wait_for(lambda: len(run.metrics()) >= steps and metrics.stat().st_mtime_ns > before, supervisor)
+    return supervisor
 
 
-def finish(run: WholeRun, supervisor: subprocess.Popen[str]) -> None:
+@pytest.mark.timeout(300)
+def test_a_run_survives_kills_of_every_service_and_every_group_trains_once(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = start(run, 2)
+    for moment, service in ((2, "feed"), (3, "reward"), (4, "rollout"), (6, "trainer")):
+        run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
+        service_process(supervisor, service).kill()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_finished(run)
-
-
-def resume(run: WholeRun) -> None:
-    assert processes_of(run) == []
-    done = run.tandem("run", str(run.recipe), "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
-    check_finished(run)
-
-
-@pytest.mark.timeout(240)
-def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 6)
-    service_process(supervisor, "trainer").kill()
-    finish(run, supervisor)
     assert any(line.get("replayed") for line in run.metrics()), "batches after the checkpoint were trained again"
 
 
 @pytest.mark.timeout(400)
-def test_a_tree_that_is_killed_before_its_first_checkpoint_is_resumed(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 1)
-    kill_tree(supervisor)
-    resume(run)
+def test_a_run_is_resumed_after_kill_9_of_its_tree_ctrl_c_and_kill_9_of_its_supervisor(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    kill_tree(start(run, 1))
+    assert not any(run.folder.glob("checkpoints/*")), "the tree was killed before its first checkpoint"
 
-
-@pytest.mark.timeout(300)
-def test_a_run_survives_kills_of_every_other_service(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 2)
-    for moment, service in enumerate(("feed", "reward", "rollout"), 2):
-        run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
-        service_process(supervisor, service).kill()
-    finish(run, supervisor)
-
-
-@pytest.mark.timeout(400)
-def test_no_process_outlives_a_killed_supervisor_and_the_run_is_resumed(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 6)
-    below = psutil.Process(supervisor.pid).children(recursive=True)
-    assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
-    supervisor.kill()
-    supervisor.wait(10)
-    _gone, alive = psutil.wait_procs(below, timeout=10)
-    assert alive == []
-    resume(run)
-
-
-@pytest.mark.timeout(200)
-def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    run, supervisor = started(tmp_path, 2)
+    supervisor = start(run, 3, "--resume")
     below = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(STOP_SECONDS) == 130, (run.scratch / "run.out").read_text()
     assert psutil.wait_procs(below, timeout=1)[1] == []
-    resume(run)
+
+    supervisor = start(run, 6, "--resume")
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
+    supervisor.kill()
+    supervisor.wait(10)
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+
+    done = run.tandem("run", str(run.recipe), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
+    check_finished(run)
 
 
 @pytest.mark.timeout(200)
