@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, distributed, nn
 
 from tandem.protos.errors import DataError
@@ -30,6 +34,8 @@ from tandem.trainer.config import TrainerConfig
 
 _MAX_BUCKET_ELEMENTS = 200_000_000
 _MAX_PERSISTENT_ELEMENTS = 100_000
+_SAVED_CLASSES = [ZeroStageEnum, LossScaler, fragment_address]
+"""Classes that hold a few numbers in the files of DeepSpeed's optimizers."""
 
 
 class DeepSpeedEngine(TrainingEngine):
@@ -42,6 +48,7 @@ class DeepSpeedEngine(TrainingEngine):
         self.deepspeed: Any
         settings = _engine_config(config, self.num_elements, self.num_trained)
         self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        self.deepspeed.checkpoint_engine.load = _load_file  # its own runs whatever code a file names
 
     def __call__(self, **inputs: Any) -> Any:
         return self.deepspeed(**inputs)
@@ -71,10 +78,15 @@ class DeepSpeedEngine(TrainingEngine):
         )
 
     def load(self, folder: Path) -> None:
-        # DeepSpeed's files are pickles, so only a run's own checkpoints are loaded.
-        path, _ = self.deepspeed.load_checkpoint(
-            str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
-        )
+        try:
+            path, _ = self.deepspeed.load_checkpoint(
+                str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
+            )
+        except UnpicklingError as error:
+            raise DataError(
+                f"checkpoint {folder.parent} holds more than tensors and settings, so Tandem did not write it "
+                f"({' '.join(str(error).split())[:200]}): remove it to resume from the one before it"
+            ) from None
         if path is None:
             raise DataError(
                 f"checkpoint {folder.parent} lacks DeepSpeed's files: remove it to resume from the one before it"
@@ -82,6 +94,14 @@ class DeepSpeedEngine(TrainingEngine):
 
     def close(self) -> None:
         self.deepspeed.destroy()
+
+
+def _load_file(path: str, map_location: Any = None) -> Any:
+    """Reads one of DeepSpeed's files, which are pickles. Raises UnpicklingError for one that names other code than
+    tensors, plain values and `_SAVED_CLASSES`.
+    """
+    with torch.serialization.safe_globals(_SAVED_CLASSES):
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int) -> dict[str, Any]:
