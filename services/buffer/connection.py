@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import redis
@@ -25,6 +27,12 @@ _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 1.0  # an expired lease sends no signal
+# Of a command in a script: Redis 7 and 6.2.
+_NO_PERMISSION = (
+    "ACL failure in script",
+    "can't run this command or subcommand",
+    "can't access at least one of the keys",
+)
 _REMEDIES = {
     "RunExistsError": "; add --resume to go on with it, or choose another run.run_id",
     "UnavailableError": "; start it with `tandem run`, or its feed with `tandem serve feed`",
@@ -92,6 +100,7 @@ class Connection:
             raise ConfigError(
                 f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {fault}"
             ) from None
+        self._check_files()
         self._scripts: dict[str, Script] = {}
         version = str(self.server_info("server", connect_timeout_seconds)["redis_version"])
         if redis_version(version) < OLDEST_REDIS:
@@ -136,6 +145,8 @@ class Connection:
             except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
                 raise EnvironmentLackError(f"Redis at {self.place} refuses this user: {error}") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:  # BusyLoadingError is one of these
+                if fault := _tls_fault(error):
+                    raise EnvironmentLackError(f"Redis at {self.place}: {fault}") from None
                 if time.monotonic() + pause > deadline:
                     told = f"Redis at {self.place} cannot be reached: {_one_line(error)}"
                     raise UnavailableError(f"{told}; start it, or name another one") from None
@@ -162,6 +173,14 @@ class Connection:
             seconds = max(0.01, min(left, _POLL_SECONDS))
             self.retried(lambda: self.redis.blpop([self.key(signal)], timeout=seconds))  # noqa: B023
 
+    def _check_files(self) -> None:
+        """Raises ConfigError if a file of TLS is missing: redis-py reports the server as missing."""
+        settings = self.redis.connection_pool.connection_kwargs
+        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+            file = settings.get(name)
+            if file and not Path(file).is_file():
+                raise ConfigError(f"Redis at {self.place}: {name}={file} in its URL is no file")
+
     def _refusal(self, error: redis.ResponseError) -> Exception:
         text = _one_line(error)
         name, _, rest = text.partition(" ")
@@ -170,7 +189,10 @@ class Connection:
             return refusal(f"{place}{rest}{_REMEDIES.get(name, '')}")
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
             return EnvironmentLackError(f"Redis at {self.place} is full: {self._space.remedy_when_full}")
-        if isinstance(error, (redis.ReadOnlyError, redis.exceptions.NoPermissionError)) or "MISCONF" in text:
+        if isinstance(error, redis.exceptions.NoPermissionError) or any(words in text for words in _NO_PERMISSION):
+            remedy = "give it those of deploy/redis/users.acl, or name another user"
+            return EnvironmentLackError(f"Redis at {self.place}: this user lacks rights ({text}); {remedy}")
+        if isinstance(error, redis.ReadOnlyError) or "MISCONF" in text:
             return EnvironmentLackError(f"Redis at {self.place} accepts no writes: {text}")
         return error  # a bug in a script: it keeps its traceback
 
@@ -193,6 +215,17 @@ def _without_secrets(redis_url: str) -> str:
     credentials, _, place = redis_url.rpartition("@")  # a password may hold any of "/:@?#"
     scheme, mark, _ = credentials.partition("://")
     return (scheme + mark if mark else "") + place.partition("?")[0]
+
+
+def _tls_fault(error: Exception) -> str:
+    """Why TLS failed, with the remedy; "" for another failure, or a connection that broke while TLS began."""
+    cause = error.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        remedy = "name the file of its CA in the URL (?ssl_ca_certs=FILE), or another server"
+        return f"its certificate is not trusted ({cause.verify_message}); {remedy}"
+    if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
+        return f"TLS fails ({cause.reason or cause}); does it speak TLS, and are the files in its URL right?"
+    return ""
 
 
 def _one_line(error: Exception) -> str:
