@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from tandem.protos.secret_values import masked
+
 
 def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
     """The known name most similar to `word` (more than `above`, 0 to 1), or the one whose initials it is, else ""."""
@@ -31,10 +33,10 @@ def printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
 
 
-def shown(value: object) -> str:
-    """The `repr` of a value, cut to 80 characters."""
+def shown(value: object, key: str = "") -> str:
+    """The `repr` of a key's value without secrets, cut to 80 characters."""
     try:
-        return f"{value!r:.80}"
+        return f"{masked(value, key)!r:.80}"
     except RecursionError:
         return f"a {type(value).__name__} too deep to show"
     except ValueError:

@@ -54,6 +54,10 @@ class RewardConfig(Options):
     """Longest time for one answer in a worker; after it the answer is unscored (`timeout`), never 0."""
     limits: LimitsConfig = LimitsConfig()
     """Further limits for one answer in a worker."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that functions in workers see besides the usual ones, such as `PATH` and `HF_HOME`
+    (docs/security.md), e.g. the key of an API that they call.
+    """
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts to score a group with rows whose scorer hung or crashed; after that the rows keep their reason."""
     infrastructure_attempts: Annotated[int, Field(ge=1)] = 10

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import Score, Scored, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
@@ -61,7 +62,8 @@ class CompiledRubric:
 class ScoringCore:
     """Scores items by rubrics. Thread-safe. Starts the processes and judges of the default rubric.
 
-    Construction raises ScorerError if the rubric or a scorer of `[reward]` cannot be used.
+    Construction raises ScorerError if the rubric or a scorer of `[reward]` cannot be used, ConfigError if a variable of
+    `reward.environment` is not set.
     """
 
     def __init__(self, config: RewardConfig, *, start: bool = True) -> None:
@@ -74,6 +76,7 @@ class ScoringCore:
         self._scheduler = InterpreterScheduler()
         self._closing = False
         try:
+            child_environment(config.environment)  # raises here rather than in a client's call
             self._catalogue = Catalogue.of(config)
             self._clients = replace(self._catalogue, for_clients=True)
             self.default = self._default(start)

@@ -90,6 +90,7 @@ def serve(
         die_with_parent(int(supervisor))
 
     def work() -> None:
+        from tandem.protos.child_environment import drop_secrets
         from tandem.services.logging_setup import configure_logging
         from tandem.services.run.folder import redis_url_of
 
@@ -104,6 +105,8 @@ def serve(
             check_service(loaded, service, replica)
             redis_url = redis_url_of(loaded)
             join_run(loaded, redis_url, service)
+        if service == "rollout":
+            drop_secrets()  # it has read them; its engine's processes need none
         with full_disk_named(loaded.folder):
             _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
 
@@ -217,14 +220,16 @@ def config(
         Path | None, typer.Argument(metavar="RECIPE", help="A recipe; without one, every key is explained.")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as a run saves it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, as a run saves it but for masked secrets.")
+    ] = False,
 ) -> int:
-    """Prints a recipe with every default filled in, and marks what differs. Exits with 2 if a file, the model or the
-    scorer it names cannot be used. Without a recipe: every key with its type and default.
+    """Prints a recipe with every default filled in, passwords and keys masked, and marks what differs. Exits with 2 if
+    a file, the model or the scorer it names cannot be used. Without a recipe: every key with its type and default.
 
     Example: tandem config recipe.toml run.staleness_budget=0
     """
-    from tandem.services.config import dump_recipe
+    from tandem.services.config import dump_recipe, without_secrets
     from tandem.services.config.docs import as_toml, explained
 
     if recipe is None:
@@ -232,7 +237,8 @@ def config(
             print(lines)
         return 0
     loaded = _load(recipe, overrides)
-    print(dump_recipe(loaded) if as_json else as_toml(loaded), end="", flush=True)
+    shown = without_secrets(loaded)
+    print(dump_recipe(shown) if as_json else as_toml(shown), end="", flush=True)
     from tandem.services.run.preflight import check_files
 
     check_files(loaded)

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, wait_exponential, wait_random_exponential
 
 from tandem.protos.contracts import Unscored, UnscoredReason
+from tandem.protos.secret_values import without_passwords
 
 if TYPE_CHECKING:
     import httpx
@@ -73,7 +74,7 @@ def check_url(name: str, url: str) -> None:
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} {url!r:.200} is no http:// or https:// URL")
+        raise ValueError(f"{name} {without_passwords(url)!r:.200} is no http:// or https:// URL")
     if parts.username is not None or parts.password is not None:
         told = "put the key into an environment variable and name that in api_key_env"
         raise ValueError(f"{name} holds credentials; {told}")

@@ -18,6 +18,7 @@ def explain(root: type[BaseModel], error: ValidationError, place: str = "") -> s
     fault = first_fault(error)
     location = locate(root, fault["loc"])
     where, kind, shape = _joined(place, location.place), fault["type"], location.shape
+    given = shown(fault["input"], where.rpartition(".")[2])
     if kind == "extra_forbidden":
         return _unknown_key(root, location, str(fault["loc"][-1]), place)
     if kind == "missing" and not location.inside:
@@ -33,13 +34,13 @@ def explain(root: type[BaseModel], error: ValidationError, place: str = "") -> s
     message = fault["msg"].removeprefix("Value error, ")
     if kind in _OWN_MESSAGE:
         about_table = isinstance(fault["input"], dict | BaseModel) or kind == "json_invalid"
-        got = "" if about_table or not where else f" (got {shown(fault['input'])})"
+        got = "" if about_table or not where else f" (got {given})"
         return f"{where}: {message}{got}" if where else message
     if kind == "finite_number":
         message = "should be a finite number"
     elif shape is not None:
         message = f"should be {_with_article(type_words(shape).replace('`', ''))}"
-    got = f"{shown(fault['input'])} in it" if location.inside and kind != "missing" else shown(fault["input"])
+    got = f"{given} in it" if location.inside and kind != "missing" else given
     return f"{where}: {message} (got {got}){_how_to_write(where, shape, fault)}"
 
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.protos.child_environment import child_environment
+
 _OUTPUT_TAIL_BYTES = 2000
 _EXIT_SECONDS = 5.0  # from the end of its channel to the end of the process
 _KILL_SECONDS = 10.0
@@ -127,6 +129,7 @@ class ChildProcess:
 
     Args:
         command: gets the descriptor of the child's end of the socket.
+        environment: all its variables.
         capture: what of its output `output` reads: `all`, only `errors` (the rest is dropped), or `nothing` (it goes
             where this process's output goes).
 
@@ -137,9 +140,9 @@ class ChildProcess:
         self,
         command: Callable[[int], Sequence[str]],
         *,
+        environment: Mapping[str, str],
         capture: Literal["all", "errors", "nothing"],
         descriptors: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
         folder: str | None = None,
         kind: int = socket.SOCK_STREAM,
     ) -> None:
@@ -241,7 +244,7 @@ class LineProcess(ChildProcess):
         super().__init__(
             lambda descriptor: [sys.executable, "-P", "-c", code, str(descriptor), str(os.getpid())],
             capture="all",
-            environment={**os.environ, **environment},
+            environment={**child_environment(), **environment},
         )
         self._channel = LineChannel(self.connection, self.output)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from tandem.protos.child_environment import child_environment
 from tandem.reward.config import RewardConfig
 from tandem.reward.workers.child_process import ChildProcess, is_stopped
 from tandem.reward.workers.worker_process import LAUNCH_SECONDS, WorkerProcess
@@ -129,6 +130,7 @@ class _Launcher:
         self._process = ChildProcess(
             lambda descriptor: [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptor)],
             capture="nothing",
+            environment=child_environment(self._config.environment),
             kind=socket.SOCK_SEQPACKET,
         )
         self._process.connection.settimeout(LAUNCH_SECONDS)

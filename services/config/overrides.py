@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from tandem.protos.errors import ConfigError
+from tandem.protos.secret_values import masked_override
 from tandem.reward.options.tree import Shape, default_of, shape_at
 from tandem.services.config.other_names import explain_other_name
 
@@ -28,7 +29,7 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str], root: t
         for depth, key in enumerate(keys[:-1], start=1):
             below = as_table(node.get(key, {}), shape_at(root, keys[:depth]))
             if not isinstance(below, dict):
-                raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+                raise ConfigError(f"override {masked_override(override)!r}: {key} is a value, not a section")
             node[key] = below
             node = below
         table, shape, last = shape_at(root, keys[:-1]), shape_at(root, keys), keys[-1]
@@ -41,7 +42,9 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str], root: t
         elif _default(root, keys) == "":
             node.pop(last, None)
         else:
-            raise ConfigError(f"override {override!r}: {'.'.join(keys)} needs a value and cannot be none")
+            raise ConfigError(
+                f"override {masked_override(override)!r}: {'.'.join(keys)} needs a value and cannot be none"
+            )
 
 
 def as_table(value: object, shape: Shape | None) -> object:
@@ -77,7 +80,7 @@ def _part(override: str) -> tuple[list[str], object]:
     if not sign or len(parts) < 2 or not all(parts):
         known = explain_other_name(key.strip()) if sign else ""
         example = "write section.key=value, e.g. trainer.learning_rate=2e-6"
-        raise ConfigError(f"override {override!r}: {f'{known}; ' if known else ''}{example}")
+        raise ConfigError(f"override {masked_override(override)!r}: {f'{known}; ' if known else ''}{example}")
     try:
         return parts, tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

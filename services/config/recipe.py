@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tandem.protos.errors import ConfigError
 from tandem.protos.options import Options
+from tandem.protos.secret_values import masked
 from tandem.reward.config import RewardConfig
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
@@ -280,6 +281,11 @@ def parse_recipe(values: Mapping[str, object], source: str = "recipe") -> Recipe
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as JSON text for `load_resolved`."""
     return json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n"
+
+
+def without_secrets(recipe: Recipe) -> Recipe:
+    """The recipe with its passwords and keys masked, to be shown."""
+    return Recipe.model_validate(masked(recipe.model_dump(mode="json")))
 
 
 def load_resolved(path: str | Path) -> Recipe:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
 from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import DataError, DeadlineError, UserError
+from tandem.protos.secret_values import masked
 from tandem.reward.config import RewardConfig
+from tandem.reward.options.tree import toml_of
 from tandem.reward.scoring import ScoringCore
 from tandem.reward.text.values import MAX_ACCEPTED
 from tandem.services.config.recipe import JobsConfig
@@ -273,4 +276,11 @@ def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> re
         "num_workers": reward.num_workers,
     }
     scorers = [reply.ScorerInfo(**asdict(info)) for info in core.scorers()]
-    return reply(scorers=scorers, limits=limits, default_rubric=core.default.text)
+    return reply(scorers=scorers, limits=limits, default_rubric=_shown(core.default.text))
+
+
+def _shown(rubric: str) -> str:
+    """The rubric's text; one that holds secrets is written anew with these masked."""
+    values = tomllib.loads(rubric)
+    shown = cast("dict[str, object]", masked(values))
+    return rubric if shown == values else "".join(f"{key} = {toml_of(value)}\n" for key, value in shown.items())

@@ -21,7 +21,9 @@ from tests.support.run_inputs import write_model
 from tests.trainer.policy_losses.test_policy_losses import FAMILIES as LOSSES
 from tests.trainer.test_kl import ESTIMATORS
 
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("architecture", "algorithms", "plugins", "reward", "sandbox")]
+PAGES = [
+    ROOT / "docs" / f"{name}.md" for name in ("architecture", "algorithms", "plugins", "reward", "sandbox", "security")
+]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
 KEY = r"(?:run|model|data|rollout|reward|jobs|trainer|weights|sft)(?:\.[a-z_]+)+"
