@@ -1,4 +1,4 @@
-"""Parts of error messages: the name that was probably meant, and values cut to a readable length."""
+"""Parts of messages: the name that was probably meant, and texts that are safe and short enough to show."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def printable(name: str) -> str:
     """A user's name on one line, cut to 80 characters."""
     return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
+
+
+def escaped(text: str, kept: str = "") -> str:
+    r"""Text from elsewhere for a terminal or a log: control characters, which a terminal obeys, become escape sequences
+    of Python. Those in `kept` stay.
+
+    Example:
+        >>> print(escaped("\x1b[2J and a\nb"))
+        \x1b[2J and a\nb
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text)
 
 
 def shown(value: object, key: str = "") -> str:

@@ -79,14 +79,23 @@ def decode_manifest(data: bytes) -> WeightManifest:
         if adapters := values.pop("adapters", None):
             adapters = AdapterSpec(**{**adapters, "base": _buckets(adapters["base"])})
         manifest = WeightManifest(**values, buckets=buckets, adapters=adapters)
-    except SchemaVersionError:
+        _check_types(manifest)
+        for bucket in manifest.buckets + (manifest.adapters.base if manifest.adapters else ()):
+            for tensor in bucket.tensors:
+                _check_tensor(tensor, bucket)
+    except DataError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"weight manifest of {len(data)} bytes cannot be read: {error!r}") from error
-    for bucket in manifest.buckets + (manifest.adapters.base if manifest.adapters else ()):
-        for tensor in bucket.tensors:
-            _check_tensor(tensor, bucket)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"weight manifest of {len(data)} bytes cannot be read: {error!r:.200}") from error
     return manifest
+
+
+def _check_types(manifest: WeightManifest) -> None:
+    for number in (manifest.incarnation, manifest.policy_version):
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise ValueError("incarnation and policy_version are numbers of 63 bits")
+    if not isinstance(manifest.location, str) or not isinstance(manifest.backend, str):
+        raise TypeError("backend and location are texts")
 
 
 def _buckets(values: Sequence[Mapping[str, Any]]) -> tuple[BucketSpec, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 import typer
 
+from tandem.protos.error_text import escaped
 from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
 from tandem.protos.extras import missing_extra_named
 
@@ -34,13 +35,25 @@ def console() -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Prints a line as it is: without markup, highlights and line breaks."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    """Prints lines as they are, but for control characters: without markup, highlights and line breaks."""
+    console.print(escaped(line, "\n"), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_text(line: str) -> None:
+    """Prints a line on standard output, with control characters escaped."""
+    print(escaped(line), flush=True)
 
 
 def print_error(line: str) -> None:
-    """Prints one line for the user on standard error."""
-    print(f"tandem: {line}", file=sys.stderr, flush=True)
+    """Prints one line for the user on standard error, with control characters escaped."""
+    print(f"tandem: {escaped(line)}", file=sys.stderr, flush=True)
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a rich table, without markup and control characters."""
+    from rich.markup import escape
+
+    return escape(escaped(text))
 
 
 def exit_code_of(work: Callable[[], int | None]) -> int:

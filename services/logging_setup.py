@@ -14,6 +14,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from tandem.protos.error_text import escaped
 from tandem.protos.errors import ConfigError
 
 FIELDS = ("run", "service", "replica", "group", "version")
@@ -62,7 +63,10 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
-        return super().format(record)
+        return escaped(super().format(record), "\n")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))  # one line: a text in it cannot pretend to be another message
 
 
 class _JsonFormatter(logging.Formatter):
@@ -82,4 +86,4 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)

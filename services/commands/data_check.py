@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tandem.protos.errors import DataError
+from tandem.services.command_line import cell
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import COLUMNS, READ_COLUMNS, Dataset, Row, RowFault
 
@@ -108,20 +108,20 @@ def show(report: Report, console: Console) -> int:
         console.print(_rows(report))
         console.print(_summary(report))
     verdict = "every row is fine" if not report.faults else f"{len(report.faults)} faults"
-    console.print(escape(f"{report.num_usable} of {report.num_rows} rows can be used; {verdict}"))
+    console.print(cell(f"{report.num_usable} of {report.num_rows} rows can be used; {verdict}"))
     return int(bool(report.faults))
 
 
 def _overview(report: Report) -> Table:
-    table = Table(title=escape(str(report.file)), title_justify="left", show_header=False)
+    table = Table(title=cell(str(report.file)), title_justify="left", show_header=False)
     table.add_row("rows", str(report.num_rows))
     columns = (name if name in READ_COLUMNS else f"{name} (not read)" for name in report.columns)
-    table.add_row("columns", escape(", ".join(columns)))
+    table.add_row("columns", cell(", ".join(columns)))
     absent = [name for name in COLUMNS if name not in report.columns]
     if absent:
         table.add_row("columns absent", ", ".join(absent))
-    table.add_row("roles", escape(_counted(report.roles)))
-    table.add_row("data sources", escape(_counted(report.data_sources)))
+    table.add_row("roles", cell(_counted(report.roles)))
+    table.add_row("data sources", cell(_counted(report.data_sources)))
     if report.prompt_lengths:
         lengths = sorted(report.prompt_lengths)
         middle, high = lengths[len(lengths) // 2], lengths[int(0.99 * (len(lengths) - 1))]
@@ -132,7 +132,7 @@ def _overview(report: Report) -> Table:
 def _rows(report: Report) -> Table:
     table = Table("row", "fault", "detail", title="faults", title_justify="left")
     for fault in report.faults[:_MOST_ROWS_SHOWN]:
-        table.add_row(str(fault.index), fault.reason, escape(fault.detail))
+        table.add_row(str(fault.index), fault.reason, cell(fault.detail))
     if len(report.faults) > _MOST_ROWS_SHOWN:
         table.add_row("…", "", f"and {len(report.faults) - _MOST_ROWS_SHOWN} more")
     return table

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.protos.errors import TandemError
+from tandem.services.command_line import cell
 from tandem.services.run.placement import gpu_ids
 from tandem.services.run.preflight import REDIS_SECONDS, free_memory_bytes
 
@@ -89,7 +90,7 @@ def run_doctor(console: Console) -> int:
         table.add_column(title, overflow="fold")
     marks = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "lack": "[red]✗[/]"}
     for check in checks:
-        table.add_row(marks[check.verdict], check.name, check.detail, check.remedy)
+        table.add_row(marks[check.verdict], cell(check.name), cell(check.detail), cell(check.remedy))
     console.print(table)
     lacks = ", ".join(check.name for check in checks if check.verdict == "lack")
     verdict = f"cannot run a demo yet: {lacks}." if lacks else "can run a demo: `tandem demo`."

@@ -11,6 +11,7 @@ from tandem.protos.scratch_folder import ScratchFolder
 from tandem.protos.types import Prompt
 from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import print_text
 from tandem.services.config import Recipe
 from tandem.services.process import in_thread
 from tandem.services.run.children import Child, RedisChild
@@ -43,7 +44,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
         stack.callback(remove_leftovers)
         run = recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})
         recipe = recipe.model_copy(update={"run": run})
-        processes = ProcessGroup(report=lambda line: print(line, flush=True), keep_logs=False)
+        processes = ProcessGroup(report=print_text, keep_logs=False)
         stack.enter_context(processes.signals())
         redis = stack.enter_context(RedisChild(folder, report=processes.report))
         processes.on_poll.append(redis.restart_if_dead)
@@ -74,6 +75,6 @@ def _report(recipe: Recipe, result: Evaluation) -> int:
         means = f"accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f}"
         print(f"  {means} over {result.num_scored} rows")
     for reason, number in result.unscored.items():
-        print(f"  not scored: {number} rows ({reason})")
+        print_text(f"  not scored: {number} rows ({reason})")
     print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
     return FINISHED if result.num_scored else FAILED

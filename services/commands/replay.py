@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.protos.manifest import weights_digest
-from tandem.services.command_line import run_service
+from tandem.services.command_line import print_text, run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.metrics import METRICS_FILE, JsonLines
@@ -115,7 +115,7 @@ class Replay:
 
     def _say(self, line: str) -> None:
         if self._learner.rank == 0:
-            print(line, flush=True)
+            print_text(line)
 
 
 def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Self
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.error_text import escaped
 from tandem.services.clients.messages import Job
 from tandem.services.command_line import console, print_error, print_line
 from tandem.services.data.completions import CompletionFile
@@ -27,8 +28,8 @@ def score_line(index: int, score: Score) -> str:
 
 
 def plain(text: str) -> str:
-    """Untrusted text in one line, without terminal control characters."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
+    """Untrusted text in one line, with control characters escaped."""
+    return escaped(" ".join(text.split()))
 
 
 def number(value: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tandem.protos.errors import JobError, UserError
 from tandem.services.clients import RewardClient
 from tandem.services.clients.messages import Job
-from tandem.services.command_line import print_error
+from tandem.services.command_line import print_error, print_text
 from tandem.services.commands.reward_display import Faults, JobProgress, columns, counted, job_line, number, plain
 from tandem.services.commands.reward_tasks import connect, print_lines
 from tandem.services.data.completions import CompletionFile, Fields
@@ -65,7 +65,7 @@ def submit_file(
                 return _overtaken(error)
         faults.close()
         before = " (submitted before)" if replies[0] != "open" else ""
-        print(f"job {job.job_id}{before}: {counted(job.num_items, 'item')}", flush=True)
+        print_text(f"job {job.job_id}{before}: {counted(job.num_items, 'item')}")
         if job.state == "expired":
             return _expired(job)
         if job.state == "cancelled":
@@ -74,7 +74,7 @@ def submit_file(
                 "again, or give another --key"
             )
         if not watch and out is None:
-            print(f"its results: tandem reward results {job.job_id} --out scores.parquet")
+            print_text(f"its results: tandem reward results {job.job_id} --out scores.parquet")
             return int(job.state == "cancelled" or (strict and faults.number > 0))
         return _watch(client, job.job_id, out, strict)
 
@@ -121,7 +121,7 @@ def _watch(client: RewardClient, job_id: str, out: Path | None, strict: bool) ->
     except JobError as error:
         return _overtaken(error)
     assert job is not None, "a watched job has at least one event"
-    print(job_line(job))
+    print_text(job_line(job))
     if job.state == "expired" and out is None:
         return _expired(job)
     return int(job.state == "cancelled" or (strict and sum(job.num_unscored.values()) > 0))
@@ -164,5 +164,5 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
 def end_job(address: str, job_id: str, *, delete: bool) -> int:
     """Cancels a job, or deletes one that has ended."""
     with connect(address) as client:
-        print(f"deleted: {job_line(client.delete(job_id))}" if delete else job_line(client.cancel(job_id)))
+        print_text(f"deleted: {job_line(client.delete(job_id))}" if delete else job_line(client.cancel(job_id)))
     return 0

@@ -16,6 +16,7 @@ from tandem.protos.error_text import did_you_mean
 from tandem.protos.errors import ScorerError, UserError
 from tandem.services.addresses import DEFAULT_PORT, check_listening, named_addresses
 from tandem.services.clients import RewardClient
+from tandem.services.command_line import print_text
 from tandem.services.commands.reward_display import Faults, columns, number, score_line, sum_line
 from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.score_file import ScoreFile, row_of
@@ -107,9 +108,9 @@ def score_now(
             written.finish()
     else:
         for index, score in enumerate(scores):
-            print(json.dumps(row_of(index, score)) if as_json else score_line(index, score))
+            print_text(json.dumps(row_of(index, score)) if as_json else score_line(index, score))
     if not as_json:
-        print(_sum_of(scores) + scored_by)
+        print_text(_sum_of(scores) + scored_by)
     return int(strict and not all(isinstance(score, Scored) for score in scores))
 
 
@@ -137,7 +138,7 @@ def list_scorers(address: str, name: str | None) -> int:
     found = next((one for one in told.scorers if one.name == name), None)
     if found is None:
         raise ScorerError(f"there is no scorer {name!r}{did_you_mean(name, (one.name for one in told.scorers))}")
-    print(f"{found.name}, version {found.version or '–'}, runs {found.isolation}: {found.summary}")
+    print_text(f"{found.name}, version {found.version or '–'}, runs {found.isolation}: {found.summary}")
     rows4 = [(p.name, p.type, p.default or "must be given", p.description) for p in found.parameters]
     print_lines(columns(("parameter", "type", "default", "meaning"), rows4) if rows4 else ["it has no parameters"])
     return 0
@@ -145,7 +146,7 @@ def list_scorers(address: str, name: str | None) -> int:
 
 def print_lines(lines: Iterable[str]) -> None:
     for line in lines:
-        print(line.rstrip())
+        print_text(line.rstrip())
 
 
 def serve_alone(

@@ -15,7 +15,7 @@ from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_
 from tandem.protos.errors import EnvironmentLackError, TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
-from tandem.services.command_line import print_line
+from tandem.services.command_line import cell, print_line
 from tandem.services.config import load_resolved
 from tandem.services.rpc.client import connect, translated
 from tandem.services.run.folder import (
@@ -46,9 +46,10 @@ def show_status(folder: Path, console: Console) -> int:
         version, doing = ("–", "") if info is None else (str(info.policy_version), info.activity)
         place = service.address or "–"
         table.add_row(
-            service.name, service.state, str(service.pid or "–"), str(service.restarts), version, place, doing
+            *(cell(service.name), cell(service.state), str(service.pid or "–"), str(service.restarts)),
+            *(version, cell(place), cell(doing)),
         )
-    console.print(f"run {status.run_id} in {folder}: running, supervisor pid {address.pid}\n", highlight=False)
+    print_line(console, f"run {status.run_id} in {folder}: running, supervisor pid {address.pid}\n")
     console.print(table)
     console.print()
     _show_counts(counts, console)
@@ -112,11 +113,11 @@ def _show_stopped(folder: Path, console: Console) -> None:
         return
     finished = time.strftime("%F %T", time.localtime(file.stat().st_mtime))
     summary = json.loads(file.read_text(encoding="utf-8"))
-    console.print(f"{folder}: finished {finished}\n", highlight=False)
+    print_line(console, f"{folder}: finished {finished}\n")
     table = Table.grid(padding=(0, 2))
     for name, value in summary.items():
         if not isinstance(value, dict):
-            table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+            table.add_row(cell(name), f"{value:,.4g}" if isinstance(value, float) else cell(str(value)))
     console.print(table)
     console.print()
     _show_counts(summary.get("groups", {}), console)
@@ -127,7 +128,7 @@ def _show_counts(counts: Mapping[str, int], console: Console) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, count in counts.items():
-        table.add_row(name, str(count))
+        table.add_row(cell(name), str(count))
     console.print(table)
 
 

@@ -24,8 +24,8 @@ from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
 class RunConfig(Options):
     """`[run]`: name, folder and length of the run, and how far sampling may run ahead of training."""
 
-    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    """Name of the run, part of each of its Redis keys."""
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
+    """Name of the run, part of each of its Redis keys and of the default folder."""
     folder: str = ""
     """Folder for all files of the run; default `runs/<run_id>`."""
     seed: int = 0
@@ -151,6 +151,11 @@ class Recipe(Options):
     @property
     def folder(self) -> Path:
         return Path(self.run.folder)
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where the trainer writes versions and samplers read them, with `weights.backend = "disk"`."""
+        return self.folder / "weights"
 
     @property
     def max_model_tokens(self) -> int:

@@ -22,7 +22,7 @@ from tandem.reward.options.tree import toml_of
 from tandem.reward.scoring import ScoringCore
 from tandem.reward.text.values import MAX_ACCEPTED
 from tandem.services.config.recipe import JobsConfig
-from tandem.services.reward.jobs.store import JobRecord, JobStore
+from tandem.services.reward.jobs.store import EVERYBODY, JobRecord, JobStore
 from tandem.services.reward.request_scorer import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES, RequestScorer
 from tandem.services.reward.shutdown import IDLE_SECONDS, Shutdown, seconds_left
 from tandem.services.reward.undecoded_text import READERS
@@ -35,10 +35,11 @@ from tandem.services.reward.wire import (
     ends_with_error,
     error_message,
 )
-from tandem.services.rpc.limits import MAX_CALLS, RpcLimits
+from tandem.services.rpc.limits import RpcLimits, current_caller
+from tandem.services.rpc.tokens import Role
 
 SERVICE_NAME = "tandem.v1.RewardService"
-RPC_LIMITS = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
+RPC_LIMITS = RpcLimits(payload_bytes=dict.fromkeys(READERS, MAX_CARRIED_BYTES), readers=READERS)
 """For the server on which the servicer is registered."""
 MAX_KEY_BYTES = 200
 MAX_NAME_BYTES = 200
@@ -160,7 +161,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         rubric = await self._scorer.rubric(header.rubric) if header.rubric else self._core.default
         submit = partial(self._store.submit, rubric=header.rubric, priority=header.priority, name=header.name)
         # With a digest, because another service may mean other scorers by the same names.
-        return await self._stored(partial(submit, key, digest=rubric.digest))
+        return await self._stored(partial(submit, key, digest=rubric.digest, owner=current_caller().name))
 
     async def _add(
         self, job_id: str, chunk: reward_pb2.SubmitJobRequest.Chunk, ends_at: float
@@ -184,7 +185,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         yield job
 
     async def GetJob(self, request: reward_pb2.GetJobRequest, context: grpc.aio.ServicerContext) -> reward_pb2.Job:
-        job, _ = await self._stored(self._store.events, request.job_id, 0, 0)
+        job, _ = await self._stored(self._store.events, request.job_id, 0, 0, _sees())
         return job.to_proto()
 
     @ends_with_error(reward_pb2.JobEvent)
@@ -195,9 +196,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         cursor, num_bytes = request.after_cursor, _EVENT_BYTES if request.with_results else 0
         sent: JobRecord | None = None
         sent_at, pause = 0.0, _FIRST_PAUSE_SECONDS
-        ends_at = time.monotonic() + seconds_left(context)
+        ends_at, caller = time.monotonic() + seconds_left(context), _sees()
         while True:
-            job, results = await self._stored(self._store.events, request.job_id, cursor, num_bytes)
+            job, results = await self._stored(self._store.events, request.job_id, cursor, num_bytes, caller)
             if cursor > job.num_results:
                 raise DataError(f"after_cursor is {cursor}, and job {job.job_id} has had {job.num_results} events")
             for data in results:
@@ -220,12 +221,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def CancelJob(
         self, request: reward_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        return (await self._stored(self._store.cancel, request.job_id)).to_proto()
+        return (await self._stored(self._store.cancel, request.job_id, _sees())).to_proto()
 
     async def DeleteJob(
         self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        return (await self._stored(self._store.delete, request.job_id)).to_proto()
+        return (await self._stored(self._store.delete, request.job_id, _sees())).to_proto()
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
@@ -240,12 +241,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.ListJobsReply:
         if request.limit > MAX_LISTED_JOBS:
             raise DataError(f"limit is {request.limit}, at most {MAX_LISTED_JOBS} jobs are listed")
-        jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)
+        jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS, _sees())
         return reward_pb2.ListJobsReply(jobs=[job.to_proto() for job in jobs])
 
     async def _stored(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Runs a call of the store in a thread. The store has its own deadlines."""
         return await self._shutdown.run_in(self._storing, call, *arguments)
+
+
+def _sees() -> str:
+    """Whose jobs the caller sees: its own, or with the role `operate` those of everybody."""
+    caller = current_caller()
+    return EVERYBODY if caller.role.includes(Role.operate) else caller.name
 
 
 def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> reward_pb2.ListScorersReply:
@@ -258,7 +265,8 @@ def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> re
         "max_json_depth": MAX_DEPTH,
         "max_accepted_answers": MAX_ACCEPTED,
         "max_requests_per_stream": REQUESTS_PER_STREAM,
-        "max_calls": MAX_CALLS,
+        "max_calls": RPC_LIMITS.max_calls,
+        "max_streams": RPC_LIMITS.max_streams,
         "max_listed_jobs": MAX_LISTED_JOBS,
         "max_unscored_bytes": jobs.max_unscored_bytes,
         "max_unscored_bytes_per_job": jobs.max_unscored_bytes // 2,

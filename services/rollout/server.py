@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -11,12 +12,24 @@ import numpy as np
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
-from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
+from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress, WeightManifest
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Claim
 from tandem.services.leases import GroupResult, LeaseLoop
+from tandem.services.rpc.limits import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RolloutService"
+RPC_LIMITS = RpcLimits(
+    payload_bytes={
+        f"/{SERVICE_NAME}/Generate": 64 << 20,  # 64 prompts of 256k tokens
+        f"/{SERVICE_NAME}/UpdateWeights": 64 << 20,  # about 200 bytes for each tensor of a manifest
+    }
+)
+"""For the server on which the servicer is registered."""
+MAX_SAMPLES = 8192
+"""Samples of one Generate."""
+_LONGEST_SECONDS = 86_400.0
+_MOST_RANKS = 1 << 16
 
 Claims = LeaseLoop[Claim, GroupResult]
 Context = grpc.aio.ServicerContext
@@ -30,12 +43,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     engine: Sampler
     claims: Claims
     max_response_tokens: int
+    weights_folder: Path
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateReply:
         """Samples every item. If a version is required, a token of another one fails the call (NotAdmittedError)."""
         required = request.required_version if request.HasField("required_version") else None
         if required is not None and self.engine.policy_version != required:
             raise NotAdmittedError(f"asked for version {required}, {self.name} carries {self.engine.policy_version}")
+        num_samples = sum(max(item.num_samples, 1) for item in request.items)
+        if num_samples > MAX_SAMPLES:
+            raise DataError(f"the items ask for {num_samples:,} samples, at most {MAX_SAMPLES:,} are allowed")
         sampling = self._sampling(request.sampling)
         items = await asyncio.gather(*(self._sample(n, item, sampling) for n, item in enumerate(request.items)))
         reply = rollout_pb2.GenerateReply(items=[rollout_pb2.GenerateReply.Item(samples=samples) for samples in items])
@@ -57,24 +74,41 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.SamplerState:
         """Pauses, and replies once nothing is in flight or at the deadline. The reply says which."""
         self.claims.paused = True
-        await self.claims.drained(request.timeout_seconds)
+        await self.claims.drained(_time_limit(request.timeout_seconds))
         return self._state()
 
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupReply:
         group = (request.group_name, request.world_size, request.backend)
+        if not (0 < request.port < 1 << 16 and 0 < request.first_rank < request.world_size <= _MOST_RANKS):
+            raise DataError(f"port {request.port}, rank {request.first_rank} of {request.world_size}: no such place")
         address = WeightGroupAddress(request.host, request.port, *group)
-        await self.engine.join_weight_group(address, request.first_rank, request.timeout_seconds)
+        await self.engine.join_weight_group(address, request.first_rank, _time_limit(request.timeout_seconds))
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> rollout_pb2.UpdateWeightsReply:
         """Receives a version during sampling and applies it between two steps."""
-        manifest = decode_manifest(request.manifest)
-        report = await self.engine.update_weights(manifest, request.group_name, request.timeout_seconds)
+        seconds = _time_limit(request.timeout_seconds)
+        manifest = self._with_own_folder(decode_manifest(request.manifest))
+        report = await self.engine.update_weights(manifest, request.group_name, seconds)
         return rollout_pb2.UpdateWeightsReply(policy_version=manifest.policy_version, **asdict(report))
+
+    def _with_own_folder(self, manifest: WeightManifest) -> WeightManifest:
+        """The manifest, whose folder must lie in that of the run's weights: a caller cannot have others read."""
+        if manifest.backend != "disk":
+            return manifest
+        own = self.weights_folder.resolve()
+        try:
+            folder = Path(manifest.location).resolve()
+        except (OSError, ValueError) as error:  # a name that is too long, or holds NUL
+            raise DataError(f"weights folder {manifest.location!r:.80}: {error}") from None
+        if folder.parent != own:
+            remedy = "give run.folder as the same absolute path on all machines"
+            raise DataError(f"weights folder {str(folder)!r:.200} does not lie in {own}; {remedy}")
+        return replace(manifest, location=str(folder))
 
     def _state(self) -> rollout_pb2.SamplerState:
         return rollout_pb2.SamplerState(
@@ -105,6 +139,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         key = f"generate-{number}" if sampling.seed is not None else ""
         rows = await self.engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
         return [_sample_message(row, len(prompt)) for row in rows]
+
+
+def _time_limit(seconds: float) -> float:
+    if not 0.0 <= seconds <= _LONGEST_SECONDS:  # nor NaN
+        raise DataError(f"timeout_seconds is {seconds:g}, not between 0 and {_LONGEST_SECONDS:g}")
+    return seconds
 
 
 def _sample_message(row: Trajectory, num_prompt_tokens: int) -> rollout_pb2.GenerateReply.Sample:

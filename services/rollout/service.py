@@ -27,7 +27,7 @@ from tandem.services.config import Recipe
 from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
-from tandem.services.rollout.server import SERVICE_NAME, RolloutServicer
+from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServicer
 from tandem.services.rpc.server import start_server
 from tandem.services.rpc.tokens import Tokens
 from tandem.services.service_info import Heartbeat, ServiceInfo
@@ -191,13 +191,14 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             started_at=started_at,
         )
         tokens = Tokens.of_run(await asyncio.to_thread(buffer.secret))
-        servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens)
+        servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder)
         server = await start_server(
             recipe.run.host,
             config.port + replica if config.port else 0,
             info=info.reply,
             register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
             service_names=[SERVICE_NAME],
+            limits=RPC_LIMITS,
             tokens=tokens,
         )
         stack.push_async_callback(server.stop, grace_seconds=0.5)

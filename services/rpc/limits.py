@@ -4,52 +4,126 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from tandem.protos.errors import DataError, DeadlineError, TandemError, UnavailableError, UserError
-from tandem.services.rpc.tokens import ROLES_NEEDED, Metadata, Role, Tokens
+from tandem.protos.errors import DataError, DeadlineError, SizeError, TandemError, UnavailableError, UserError
+from tandem.services.rpc.tokens import ANYBODY, ROLES_NEEDED, Caller, Metadata, Role, Tokens
 
 MAX_MESSAGE_BYTES = 256 << 20
+"""Limit of a reply."""
 MAX_CALLS = 256
-"""Concurrent calls at one server. Each may hold a message of up to 16 MiB that is not counted yet: 4 GiB in total."""
 ERROR_KEY = "tandem-error"
 """Key of the trailing metadata that names the class of an error."""
 _MAX_DETAIL_BYTES = 4000  # a status is sent in headers, for which clients accept 8 KiB
+_SHARE = 3  # places that a peer may hold for each that is free
+_UNREAD_BYTES = 256 << 20  # unary requests of one peer that are being read
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _Call: TypeAlias = Callable[[Any, _Context], Any]
 """What serves a call: takes a request, or an iterator of them; returns a reply, or an iterator of them."""
-_Receive: TypeAlias = Callable[[AsyncIterator[object]], Awaitable[object]]
-"""Reads the one message of a call, or returns an iterator of its messages."""
 _Reader: TypeAlias = Callable[[bytes], object]
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def current_caller() -> Caller:
+    """Who made the call that this task serves. `ANYBODY` if the server asks for no token."""
+    return _caller.get() or ANYBODY
 
 
 @dataclass(frozen=True, slots=True)
 class RpcLimits:
-    """Limits of a server on its calls."""
+    """Limits of a server on its calls. Calls past them are UNAVAILABLE, and clients retry them.
 
-    max_request_bytes: int = MAX_MESSAGE_BYTES
-    """Maximum size of one message. A larger one ends its call before it is read."""
+    No peer can use up the places: it may hold three for each that is free, so three quarters while it is alone. A peer
+    is a token (in a run: a role), or an address where no token is needed.
+    """
+
+    request_bytes: int = 64 << 10
+    """Maximum size of a message."""
+    payload_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By the path of a method: its own maximum. gRPC refuses what is larger than all of them before it is read; the
+    smaller limit of another method holds before its message is decoded.
+    """
     read_seconds: float = 30.0
     """Time limit for the message of a unary call. Without it, calls that send only headers would use up `max_calls`."""
     max_calls: int = MAX_CALLS
-    """Concurrent calls, without health, reflection and Info. Further calls are UNAVAILABLE, and clients retry them."""
+    """Concurrent calls, besides the two kinds below."""
     readers: Mapping[str, _Reader] = field(default_factory=dict)
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
+
+    @property
+    def max_streams(self) -> int:
+        """Concurrent calls that send a stream, and all calls of health, reflection and Info: so many of each kind. Each
+        stream can keep one message of the largest size half sent.
+        """
+        return max(1, self.max_calls // 4)
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest message of all methods."""
+        return max([self.request_bytes, *self.payload_bytes.values()])
+
+
+class _Places:
+    """A limited number of places for calls, shared between peers by a dynamic threshold (Choudhury and Hahne 1998)."""
+
+    def __init__(self, kind: str, number: int, read_at_once: int) -> None:
+        self.kind = kind
+        self.number = self.free = number
+        self._read_at_once = read_at_once
+        self._peers: WeakValueDictionary[Hashable, _Peer] = WeakValueDictionary()
+
+    def of(self, context: _Context) -> _Peer:
+        """The peer that calls. Enter it for the length of the call."""
+        key: Hashable = _caller.get() or context.peer().rpartition(":")[0]  # an address without its port
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = _Peer(self, self._read_at_once)
+        return peer
+
+
+class _Peer:
+    """The calls of a peer in progress. Raises UnavailableError on entering if they are too many."""
+
+    def __init__(self, places: _Places, read_at_once: int) -> None:
+        self._places = places
+        self._num_calls = 0
+        self.reading = asyncio.Semaphore(read_at_once)
+
+    def __enter__(self) -> asyncio.Semaphore:
+        places = self._places
+        if self._num_calls >= _SHARE * places.free:
+            held = f"{self._num_calls} {places.kind} of this caller"
+            raise UnavailableError(
+                f"{held} are being served, {places.free} of {places.number} places are free; try again"
+            )
+        places.free -= 1
+        self._num_calls += 1
+        return self.reading
+
+    def __exit__(self, *_exception: object) -> None:
+        self._places.free += 1
+        self._num_calls -= 1
+
+
+_Receive: TypeAlias = Callable[[AsyncIterator[object], asyncio.Semaphore], Awaitable[object]]
+"""Reads the one message of a call, or returns an iterator of its messages."""
 
 
 class _Method(NamedTuple):
     handler: Handler
     role: Role | None
-    is_counted: bool
 
 
 class LimitedServer(grpc.GenericRpcHandler):
@@ -58,61 +132,76 @@ class LimitedServer(grpc.GenericRpcHandler):
     With `tokens`, a call whose token does not have the method's role is refused before its message is read.
 
     A TandemError from a handler ends the call with the status code and name of its class. A request that cannot be
-    decoded (a string that is not UTF-8, for instance) becomes a DataError; gRPC would report an internal error. Past
-    `max_calls` of the counted services, a call is refused before its message is read.
+    decoded (a string that is not UTF-8, for instance) becomes a DataError; gRPC would report an internal error. A call
+    for which there is no place is refused before its message is read.
 
     An interceptor would make an empty call take half as long again (part `calls` of benchmarks/reward.py).
     """
 
     def __init__(
-        self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str], tokens: Tokens | None = None
+        self, server: grpc.aio.Server, limits: RpcLimits, names: Sequence[str], tokens: Tokens | None = None
     ) -> None:
+        """`names`: the services that are not health, reflection or Info."""
         server.add_generic_rpc_handlers([self])
         self._limits = limits
-        self._counted = counted
+        self._names = names
         self._tokens = tokens
         self._methods: dict[str, _Method] = {}  # by path
-        self._num_calls = 0
+        read_at_once = max(1, _UNREAD_BYTES // limits.most_bytes)
+        self._calls = _Places("calls", limits.max_calls, read_at_once)
+        self._streams = _Places("streams", limits.max_streams, read_at_once)
+        self._questions = _Places("calls", limits.max_streams, read_at_once)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
         """As `grpc.aio.Server` does."""
         for name, handler in method_handlers.items():
             path = f"/{service_name}/{name}"
-            wrapped = _wrapped(handler, self._limits.readers.get(path), self._limits.read_seconds)
-            role = ROLES_NEEDED.get(path, Role.internal)
-            self._methods[path] = _Method(wrapped, role, service_name in self._counted)
+            reader = self._reader(path, handler)
+            if service_name not in self._names:
+                wrapped = _wrapped(handler, reader, self._questions, self._limits.read_seconds)
+            elif handler.request_streaming:  # the method itself knows when its stream is idle
+                wrapped = _wrapped(handler, reader, self._streams, None)
+            else:
+                wrapped = _wrapped(handler, reader, self._calls, self._limits.read_seconds)
+            self._methods[path] = _Method(wrapped, ROLES_NEEDED.get(path, Role.internal))
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Ignores the handlers: they are those of `add_registered_method_handlers` again."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Returns the handler of this call; None for an unknown method."""
+        """Returns the handler of this call; None for an unknown method. gRPC calls it in the task of the call."""
         method = self._methods.get(str(handler_call_details.method))
         if method is None:
             return None
-        try:
-            if self._tokens is not None:
-                metadata: Metadata = handler_call_details.invocation_metadata  # type: ignore[assignment]
-                self._tokens.check(metadata, method.role)
-        except UserError as error:
-            return _refusing(error)
-        if method.is_counted and not self._count():
-            most = self._limits.max_calls
-            return _refusing(UnavailableError(f"{most} calls are being served, the most this server takes; try again"))
+        if self._tokens is not None and method.role is not None:
+            metadata: Metadata = handler_call_details.invocation_metadata  # type: ignore[assignment]
+            try:
+                _caller.set(self._tokens.check(metadata, method.role))
+            except UserError as error:
+                return _refusing(error)
         return method.handler
 
-    def _count(self) -> bool:
-        """Counts a call until its task ends. Returns False if there are too many calls."""
-        if self._num_calls >= self._limits.max_calls:
-            return False
-        task = asyncio.current_task()
-        assert task is not None, "gRPC serves every call in a task of its own"
-        self._num_calls += 1
-        task.add_done_callback(self._end_call)
-        return True
+    def _reader(self, path: str, handler: Handler) -> _Reader | None:
+        """Tries the handler's deserializer, then that of the limits. Returns a DataError in place of a request that is
+        malformed or too large.
+        """
+        deserialize, reader = handler.request_deserializer, self._limits.readers.get(path)
+        most = self._limits.payload_bytes.get(path, self._limits.request_bytes)
+        if deserialize is None:
+            return None
 
-    def _end_call(self, _task: asyncio.Task[object]) -> None:
-        self._num_calls -= 1
+        def read(data: bytes) -> object:
+            if len(data) > most:
+                return SizeError(f"the message has {len(data):,} bytes, at most {most:,} are allowed")
+            try:
+                return deserialize(data)
+            except DecodeError as error:
+                with suppress(DecodeError):
+                    if reader is not None:
+                        return reader(data)
+                return DataError(f"the request cannot be decoded, or a text in it is not UTF-8: {error}")
+
+        return read
 
 
 def _refusing(error: TandemError) -> Handler:
@@ -126,59 +215,43 @@ def _refusing(error: TandemError) -> Handler:
     return handler
 
 
-def _wrapped(handler: Handler, reader: _Reader | None, read_seconds: float) -> Handler:
-    """The handler with limits and errors. It takes a stream in any case: gRPC would wait for a message forever."""
+def _wrapped(handler: Handler, reader: _Reader | None, places: _Places, seconds: float | None) -> Handler:
+    """The handler with limits and errors. It takes a stream in any case: gRPC would wait for a message forever. Each
+    message must arrive within `seconds`.
+    """
     replies = "stream" if handler.response_streaming else "unary"
     inner = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{replies}")
     wrap = _streaming if handler.response_streaming else _unary
-    call = wrap(inner, _all_messages if handler.request_streaming else partial(_one_message, seconds=read_seconds))
-    made: Handler = getattr(grpc, f"stream_{replies}_rpc_method_handler")(
-        call, _reading(handler, reader), handler.response_serializer
-    )
+    call = wrap(inner, partial(_all_messages if handler.request_streaming else _one_message, seconds=seconds), places)
+    made: Handler = getattr(grpc, f"stream_{replies}_rpc_method_handler")(call, reader, handler.response_serializer)
     return made
 
 
-def _unary(inner: _Call, receive: _Receive) -> _Call:
+def _unary(inner: _Call, receive: _Receive, places: _Places) -> _Call:
     async def call(requests: AsyncIterator[object], context: _Context) -> object:
         try:
-            return await inner(await receive(requests), context)
+            with places.of(context) as reading:
+                return await inner(await receive(requests, reading), context)
         except TandemError as error:
             await _end(context, error)
 
     return call
 
 
-def _streaming(inner: _Call, receive: _Receive) -> _Call:
+def _streaming(inner: _Call, receive: _Receive, places: _Places) -> _Call:
     if not inspect.isasyncgenfunction(inner):  # it writes to the context itself, as some of gRPC's services do
-        return _unary(inner, receive)
+        return _unary(inner, receive, places)
 
     async def call(requests: AsyncIterator[object], context: _Context) -> AsyncIterator[object]:
         try:
-            async with aclosing(inner(await receive(requests), context)) as replies:  # it may hold tasks
-                async for reply in replies:
-                    yield reply
+            with places.of(context) as reading:
+                async with aclosing(inner(await receive(requests, reading), context)) as replies:  # it may hold tasks
+                    async for reply in replies:
+                        yield reply
         except TandemError as error:
             await _end(context, error)
 
     return call
-
-
-def _reading(handler: Handler, reader: _Reader | None) -> _Reader | None:
-    """Tries the handler's deserializer, then the reader. Returns a DataError in place of a malformed request."""
-    deserialize = handler.request_deserializer
-    if deserialize is None:
-        return None
-
-    def read(data: bytes) -> object:
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            with suppress(DecodeError):
-                if reader is not None:
-                    return reader(data)
-            return DataError(f"the request cannot be decoded, or a text in it is not UTF-8: {error}")
-
-    return read
 
 
 def _checked(request: object) -> object:
@@ -187,18 +260,27 @@ def _checked(request: object) -> object:
     return request
 
 
-async def _one_message(requests: AsyncIterator[object], *, seconds: float) -> object:
+async def _one_message(requests: AsyncIterator[object], reading: asyncio.Semaphore, *, seconds: float | None) -> object:
     """The message of a unary call. Raises DataError if it is malformed or missing, DeadlineError if none comes."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds), reading:
             return _checked(await anext(requests, DataError("the call ended without a message")))
     except TimeoutError:
         raise DeadlineError(f"the request did not arrive within {seconds:g} s") from None
 
 
-async def _all_messages(requests: AsyncIterator[object]) -> AsyncIterator[object]:
+async def _all_messages(
+    requests: AsyncIterator[object], _reading: asyncio.Semaphore, *, seconds: float | None
+) -> AsyncIterator[object]:
     async def checked() -> AsyncIterator[object]:
-        async for request in requests:
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    request = await anext(requests, None)
+            except TimeoutError:
+                raise DeadlineError(f"no request for {seconds:g} s; begin a new stream") from None
+            if request is None:
+                return
             yield _checked(request)
 
     return checked()

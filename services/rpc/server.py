@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from tandem.services.rpc.tokens import Tokens
 INFO_SERVICE = "tandem.v1.InfoService"
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
+_IDLE_CONNECTION_SECONDS = 300
+_MOST_CONNECTIONS = 1 << 20  # of a process that may open any number of files
 
 Info = Callable[[], common_pb2.InfoReply]
 
@@ -69,13 +72,7 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
     port is in use or the address is not this machine's.
     """
     limits, service_names = options.get("limits", RpcLimits()), options.get("service_names", ())
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", limits.max_request_bytes),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
-        ]
-    )
+    server = grpc.aio.server(options=_options(limits))
     # LimitedServer has the two methods that registration uses.
     registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names, options.get("tokens")))
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
@@ -98,6 +95,23 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return RpcServer(f"{host}:{bound}", server, health_servicer, options.get("on_stop", lambda: None))
+
+
+def _options(limits: RpcLimits) -> list[tuple[str, int]]:
+    """Besides these, gRPC ends connections that send too many pings."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
+    return [
+        ("grpc.max_receive_message_length", limits.most_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+        ("grpc.max_concurrent_streams", limits.max_calls + 2 * limits.max_streams),  # of one connection
+        (
+            "grpc.max_allowed_incoming_connections",
+            most_files // 2 if most_files > 0 else _MOST_CONNECTIONS,
+        ),  # calls need files, too
+        ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_seconds)),
+        ("grpc.max_connection_idle_ms", 1000 * _IDLE_CONNECTION_SECONDS),  # clients connect again by themselves
+    ]
 
 
 def _can_listen(host: str, port: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.protos.errors import AccessError, AuthenticationError, ConfigError, UserError
 
@@ -40,7 +41,17 @@ class Role(StrEnum):
         return _ORDER.index(self) >= _ORDER.index(other)
 
 
+class Caller(NamedTuple):
+    """Who calls a service."""
+
+    name: str
+    """Of its token in the token file. The tokens of a run have no names."""
+    role: Role
+
+
 _ORDER = list(Role)
+ANYBODY = Caller("", Role.internal)
+"""The caller of a service that asks for no token."""
 ROLES_NEEDED: Mapping[str, Role | None] = {
     f"/{service}/{method}": role
     for service, role, methods in (
@@ -60,32 +71,33 @@ ROLES_NEEDED: Mapping[str, Role | None] = {
 
 
 class Tokens:
-    """The tokens that a server accepts: their SHA-256, each with its role."""
+    """The tokens that a server accepts: their SHA-256, each with who has it."""
 
-    def __init__(self, roles: Mapping[str, Role]) -> None:
-        self._roles = roles
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        self._callers = callers
 
     @classmethod
     def of_run(cls, secret: str) -> Tokens:
         """The tokens of a run: one for each role."""
-        return cls({_digest(run_token(secret, role)): role for role in Role})
+        return cls({_digest(run_token(secret, role)): Caller("", role) for role in Role})
 
     @classmethod
     def load(cls, file: Path) -> Tokens:
         """The tokens of a file that `add_token` wrote. Raises ConfigError, also if other users may read the file."""
-        return cls(dict(_read(file).values()))
+        return cls({digest: Caller(name, role) for name, (digest, role) in _read(file).items()})
 
-    def check(self, metadata: Metadata, needed: Role | None) -> None:
-        """Raises AuthenticationError without a valid token, AccessError if its role does not include `needed`."""
-        if needed is None:
-            return
+    def check(self, metadata: Metadata, needed: Role) -> Caller:
+        """Returns who calls. Raises AuthenticationError without a valid token, AccessError if its role does not include
+        `needed`.
+        """
         given = str(next((value for key, value in metadata if key == HEADER), ""))
-        role = self._roles.get(_digest(given.removeprefix(_SCHEME))) if given.startswith(_SCHEME) else None
-        if role is None:
+        caller = self._callers.get(_digest(given.removeprefix(_SCHEME))) if given.startswith(_SCHEME) else None
+        if caller is None:
             fault = "this token is not known here" if given else "the call has no token"
             raise AuthenticationError(f"{fault}; set {TOKEN_VARIABLE} to one that this service accepts")
-        if not role.includes(needed):
-            raise AccessError(f"the call needs a token with the role {needed}, this one has {role}")
+        if not caller.role.includes(needed):
+            raise AccessError(f"the call needs a token with the role {needed}, this one has {caller.role}")
+        return caller
 
 
 def run_token(secret: str, role: Role) -> str:
@@ -121,6 +133,9 @@ def _read(file: Path) -> dict[str, tuple[str, Role]]:
         if file.stat().st_mode & 0o077:
             raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
         entries = tomllib.loads(file.read_text(encoding="utf-8"))
+        for name in entries:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a name of letters, digits, - and _")
         return {name: (str(entry["sha256"]), Role(entry["role"])) for name, entry in entries.items()}
     except OSError as error:
         raise ConfigError(f"token file {file}: {error.strerror}") from None

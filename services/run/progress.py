@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.command_line import print_line
+from tandem.services.command_line import cell, print_line
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
 
@@ -298,9 +298,9 @@ def table(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]
     bar = f"[green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/]"
     grid.add_row("step", f"{snapshot.step}/{snapshot.total} {bar} {_clock(elapsed_seconds)}")
     for name, value in _figures(snapshot):
-        grid.add_row(name, value or "[dim]–[/]")
+        grid.add_row(name, cell(value) if value else "[dim]–[/]")
     for trouble in _troubles(snapshot, states):
-        grid.add_row("", f"[yellow]{trouble}[/]")
+        grid.add_row("", f"[yellow]{cell(trouble)}[/]")
     return grid
 
 

@@ -48,7 +48,7 @@ class Publisher:
         self._sender = sender
         self._token = run_token(buffer.secret(), Role.internal)
         self._host = recipe.run.host
-        self._folder = recipe.folder / "weights"
+        self._folder = recipe.weights_folder
         self._backend = recipe.weights.backend
         self._deadline_seconds = recipe.weights.deadline_seconds
         self._incarnation = incarnation

@@ -25,6 +25,7 @@ from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServic
 from tandem.services.rpc.client import connect
 from tandem.services.rpc.limits import RpcLimits
 from tandem.services.rpc.server import ServerThread
+from tandem.services.rpc.tokens import Tokens
 from tests.support.waiting import eventually
 
 EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'
@@ -163,6 +164,7 @@ class Service(Calls):
         jobs: JobsConfig | None = None,
         with_jobs: bool = True,
         limits: RpcLimits = RPC_LIMITS,
+        tokens: Tokens | None = None,
     ) -> None:
         reward = reward or RewardConfig()
         self.core = core = core or ScoringCore(reward)
@@ -178,6 +180,7 @@ class Service(Calls):
             service_names=[SERVICE_NAME],
             on_stop=self.servicer.end_streams,
             limits=limits,
+            tokens=tokens,
         )
         self.job_worker = JobWorker(self.store, core, worker="one", reward=reward, stop=self.stop)
         self._with_jobs = with_jobs

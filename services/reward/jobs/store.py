@@ -23,6 +23,8 @@ from tandem.services.config.recipe import JobsConfig
 JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
 CANCELLED = "cancelled"
 """Reason of the items of a cancelled job that have no result."""
+EVERYBODY = "*"
+"""In place of an owner: the caller may see and end all jobs. No owner has this name."""
 
 _JOBS = KeySpace(
     "tandem.services.reward.jobs.scripts",
@@ -116,7 +118,8 @@ class JobStore:
     """The jobs of one namespace. Thread-safe. Data reported as stored are fsynced if Redis is configured to do so.
 
     Every method raises UnavailableError if Redis is unreachable for `connection.OUTAGE_SECONDS`, EnvironmentLackError
-    if it is full, and UnknownJobError for the id of a job that does not exist.
+    if it is full, and UnknownJobError for the id of a job that does not exist. For a `caller`, the jobs of
+    other owners do not exist either.
     """
 
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
@@ -133,14 +136,16 @@ class JobStore:
         """Registers a worker that has just started. Requeues its predecessor's chunks and returns their number."""
         return int(self.connection.run("register", worker))
 
-    def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
-        """Creates the job of an idempotency key, or returns the existing one, which keeps its name and digest. Raises
-        JobExistsError if the key's job has another rubric or priority, and JobLimitError if other jobs have reached
-        their limit of stored bytes.
+    def submit(
+        self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "", owner: str = ""
+    ) -> JobRecord:
+        """Creates the job of the owner's idempotency key, or returns the existing one, which keeps its name and digest.
+        Raises JobExistsError if the key's job has another rubric or priority, and JobLimitError if other jobs have
+        reached their limit of stored bytes.
         """
         # Ids sort by age, so the older job's chunk comes first if two chunks have the same place.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
-        return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest))
+        return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest, owner))
 
     def add_chunk(self, job_id: str, index: int, num_items: int, items: bytes) -> tuple[bool, JobRecord]:
         """Stores a chunk once. Returns False if there is no room yet; see `has_room`. Raises JobError if the job takes
@@ -199,26 +204,28 @@ class JobStore:
         arguments = (claim.job_id, claim.index, claim.token, result.results, *numbers)
         return bool(self.connection.run("complete", new_request(), *arguments))
 
-    def cancel(self, job_id: str) -> JobRecord:
+    def cancel(self, job_id: str, caller: str = EVERYBODY) -> JobRecord:
         """Cancels a job: its items without a result become `cancelled`. A job that has ended is left as it is."""
-        return _job(self.connection.run("cancel", _checked_id(job_id)))
+        return _job(self.connection.run("cancel", _checked_id(job_id), caller))
 
-    def delete(self, job_id: str) -> JobRecord:
+    def delete(self, job_id: str, caller: str = EVERYBODY) -> JobRecord:
         """Deletes a job with its results and its key. Returns its last state, also if repeated within a minute. Raises
         JobError if it has not ended.
         """
-        return _job(self.connection.run("delete", _checked_id(job_id)))
+        return _job(self.connection.run("delete", _checked_id(job_id), caller))
 
-    def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
+    def events(
+        self, job_id: str, after_cursor: int, max_bytes: int, caller: str = EVERYBODY
+    ) -> tuple[JobRecord, list[bytes]]:
         """The job and its results after a cursor: up to `max_bytes`, but one if there are any. 0: only the job. Raises
         JobError if its results were deleted.
         """
-        job, results = self.connection.run("events", _checked_id(job_id), after_cursor, max_bytes)
+        job, results = self.connection.run("events", _checked_id(job_id), after_cursor, max_bytes, caller)
         return _job(job), list(results)
 
-    def list_jobs(self, limit: int) -> list[JobRecord]:
+    def list_jobs(self, limit: int, caller: str = EVERYBODY) -> list[JobRecord]:
         """The newest jobs, newest first."""
-        return [_job(reply) for reply in self.connection.run("list", limit)]
+        return [_job(reply) for reply in self.connection.run("list", limit, caller)]
 
     def counts(self) -> dict[str, float]:
         """Jobs, chunks waiting and leased, bytes of items and of results, and sums over the life of the namespace."""

@@ -185,10 +185,10 @@ def test_control_characters_in_output_are_replaced(service: ScriptedReward, tmp_
     file = write_lines(tmp_path / "f.jsonl", [{"solution": "1"}])
     reward("submit", file, "--name", "two\nlines \x1b[31mred")
     _, line = reward("jobs").stdout.splitlines()
-    assert line.endswith("two lines \ufffd[31mred")
+    assert line.endswith("two lines \\x1b[31mred")
     assert plain("ü 分 😀") == "ü 分 😀"
-    assert score_line(0, Scored(1.0, {"a\x1b[2J": 1.0})) == "0  1  a\ufffd[2J=1"
-    assert score_line(0, Unscored("crashed", "a\r\n\x07b")) == "0  –  crashed: a \ufffdb"
+    assert score_line(0, Scored(1.0, {"a\x1b[2J": 1.0})) == "0  1  a\\x1b[2J=1"
+    assert score_line(0, Unscored("crashed", "a\r\n\x07b")) == "0  –  crashed: a \\x07b"
 
 
 @pytest.mark.parametrize(("error", "code"), [(JobError, 1), (JobLimitError, 2), (JobExistsError, 2)])

@@ -1,6 +1,6 @@
--- ARGV: job id. Removes its chunks without a result from the queues, leased ones too: a later result is refused.
+-- ARGV: job id, caller. Removes its chunks without a result from the queues, leased ones too: a later result is refused.
 local id = ARGV[1]
-local job = figures_of(id)
+local job = figures_for(ARGV[2], id)
 if not job then return unknown(id) end
 if job.state == 'OPEN' or job.state == 'RUNNING' then
   for _, index in ipairs(redis.call('HKEYS', key('chunks', id))) do

@@ -1,7 +1,7 @@
--- ARGV: job id, cursor, limit in bytes. Returns the job, and the results after the cursor in order: at least one if
+-- ARGV: job id, cursor, limit in bytes, caller. Returns the job, and the results after the cursor in order: at least one if
 -- there is any.
 local id, cursor, left = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local job = figures_of(id)
+local job = figures_for(ARGV[4], id)
 if not job then return unknown(id) end
 if job.state == 'EXPIRED' and cursor < job.num_results and left > 0 then
   local text = 'job ' .. id .. ' is EXPIRED: its results were given up for those of later jobs (jobs.max_result_bytes)'

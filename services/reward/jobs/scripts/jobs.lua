@@ -2,8 +2,9 @@
 -- and four hashes: items:<id>, partials:<id> and chunks:<id> by index, for the chunks without a result, and
 -- results:<id> by cursor. A chunk is in `waiting` (by place) or in `leased` (by expiry) as "<id>:<index>".
 
-local JOBS = PREFIX .. 'jobs' -- job id by order of creation
-local BY_KEY = PREFIX .. 'by_key' -- idempotency key -> job id
+local JOBS = PREFIX .. 'jobs' -- job id by order of creation; jobs_of:<owner> likewise for one owner
+local BY_KEY = PREFIX .. 'by_key' -- <owner>:<idempotency key> -> job id; names of owners have no colon
+local EVERYBODY = '*' -- in place of an owner: may see and end the jobs of all
 local EXPIRING = PREFIX .. 'expiring' -- job id by when to look whether it can be forgotten
 local ENDED = PREFIX .. 'ended' -- job id by order of ending, of those that can give up results
 local WAITING = PREFIX .. 'waiting'
@@ -40,6 +41,12 @@ local function figures_of(id)
     figures[flat[i]] = tonumber(flat[i + 1]) or flat[i + 1]
   end
   return #flat > 0 and figures
+end
+
+-- The figures of a job that this caller may see. A job of another owner is unknown to it.
+local function figures_for(caller, id)
+  if caller ~= EVERYBODY and redis.call('HGET', key('job', id), 'owner') ~= caller then return false end
+  return figures_of(id)
 end
 
 local function num_waiting(job)
@@ -156,9 +163,9 @@ end
 -- The first write needs no memory: Redis accepts it even when it is full.
 local function forget(id)
   redis.call('UNLINK', key('results', id), key('rubric', id))
-  local bytes, name = unpack(redis.call('HMGET', key('job', id), 'result_bytes', 'idempotency_key'))
-  redis.call('HDEL', BY_KEY, name)
-  for _, queue in ipairs({ EXPIRING, JOBS, ENDED }) do
+  local bytes, owner, name = unpack(redis.call('HMGET', key('job', id), 'result_bytes', 'owner', 'idempotency_key'))
+  redis.call('HDEL', BY_KEY, owner .. ':' .. name)
+  for _, queue in ipairs({ EXPIRING, JOBS, key('jobs_of', owner), ENDED }) do
     redis.call('ZREM', queue, id)
   end
   redis.call('UNLINK', key('job', id))
