@@ -189,7 +189,7 @@ json_values = st.recursive(
 def recipes(draw: st.DrawFn) -> Recipe:
     values = {
         "run": {
-            "run_id": draw(st.from_regex(r"\A[A-Za-z0-9._-]{1,64}\Z")),
+            "run_id": draw(st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")),
             "folder": draw(texts),
             "seed": draw(st.integers(-(2**40), 2**40)),
             "staleness_budget": draw(st.integers(0, 9)),
