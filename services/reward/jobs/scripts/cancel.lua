@@ -1,4 +1,5 @@
--- ARGV: job id, caller. Removes its chunks without a result from the queues, leased ones too: a later result is refused.
+-- ARGV: job id, caller. Removes its chunks without a result from the queues, leased ones too: a later result is
+-- refused.
 local id = ARGV[1]
 local job = figures_for(ARGV[2], id)
 if not job then return unknown(id) end

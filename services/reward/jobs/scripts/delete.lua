@@ -1,5 +1,5 @@
--- ARGV: job id, caller. Deletes a job that has ended, with its results and its key. Returns the job as it was, also to a
--- caller that repeats the request within a minute.
+-- ARGV: job id, caller. Deletes a job that has ended, with its results and its key. Returns the job as it was, also
+-- to a caller that repeats the request within a minute.
 local id, caller = ARGV[1], ARGV[2]
 local answer = remembered('delete:' .. caller .. ':' .. id)
 if answer then return cjson.decode(answer) end

@@ -1,5 +1,5 @@
--- ARGV: job id, cursor, limit in bytes, caller. Returns the job, and the results after the cursor in order: at least one if
--- there is any.
+-- ARGV: job id, cursor, limit in bytes, caller. Returns the job, and the results after the cursor in order: at least
+-- one if there is any.
 local id, cursor, left = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local job = figures_for(ARGV[4], id)
 if not job then return unknown(id) end
