@@ -89,6 +89,7 @@ def start_redis(folder: Path) -> EmbeddedRedis:
     data, log = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()
     for path in (data, log.parent):
         path.mkdir(parents=True, exist_ok=True)
+    data.chmod(0o700)  # Redis' files, which any user may read, hold the secret of the run's tokens
     socket = _socket_path(data)
     with _locked(data) as lock:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ _ISOLATION = (
     "apt-get install bubblewrap (in a container also: --security-opt "
     "seccomp=unconfined --security-opt apparmor=unconfined)"
 )
+_CGROUP = "run it by systemd-run --user --scope -p MemoryMax=… -p TasksMax=…, or with a container's limits"
 _PROBE = """
 import json, os
 os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_NO_USAGE_STATS="1")
@@ -83,6 +84,7 @@ def run_doctor(console: Console) -> int:
         check_disk(Path.cwd()),
         check_port(),
         check_sandbox(),
+        check_cgroup(),
         *check_backends(RECORDS),
     ]
     table = Table(box=None, show_header=any(check.remedy for check in checks), pad_edge=False)
@@ -220,6 +222,30 @@ def check_sandbox() -> Check:
         detail = f"no isolation, so the code scorer refuses to run: {'; '.join(found.faults)}"
         return Check("sandbox", "note", detail, _ISOLATION)
     return Check("sandbox", "ok" if found.seccomp else "note", str(found))
+
+
+def check_cgroup(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Check:
+    """Checks whether a cgroup (version 2) bounds all processes together. Workers and sandboxes have limits each."""
+    memory, processes = (_least(membership, root, file) for file in ("memory.max", "pids.max"))
+    found = [f"{memory / 1e9:.1f} GB of memory"] if memory else []
+    found += [f"{processes} processes and threads"] if processes else []
+    if found:
+        return Check("cgroup", "ok" if len(found) == 2 else "note", f"bounds {' and '.join(found)} in total")
+    detail = "none bounds memory and processes in total, only those of each worker and sandbox are limited"
+    return Check("cgroup", "note", detail, _CGROUP)
+
+
+def _least(membership: Path, root: Path, file: str) -> int:
+    """The least limit of this process's cgroup and those above it; 0 if there is none."""
+    limits = []
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::/"):  # the line of version 2
+                own = root / line.removeprefix("0::/")
+                for folder in (own, *own.parents):
+                    with suppress(OSError, ValueError):  # it sets none, or does not count this
+                        limits.append(int((folder / file).read_text()))
+    return min(limits, default=0)
 
 
 def check_backends(records: Path) -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,11 +15,13 @@ from tandem.protos.secret_values import masked, without_passwords
 from tandem.reward.config import DeclaredScorer, RewardConfig
 from tandem.reward.registry import SCORERS, make_scorer
 from tandem.reward.scoring import ScoringCore
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.cli import app
 from tandem.services.config import load_recipe, without_secrets
 from tandem.services.config.docs import keys
 from tandem.services.config.recipe import JobsConfig
 from tandem.services.reward.server import scorer_list
+from tests.support.redis_ring import running_redis
 from tests.support.run_inputs import small_values
 
 SECRET = "sEcReT"
@@ -155,6 +158,19 @@ def test_commands_that_connect_mask_secrets(
     }
     _, output = said(command, *arguments[command])
     assert output and SECRET not in output
+
+
+def test_no_other_user_reads_the_secret_of_a_run_in_the_files_of_redis(tmp_path: Path) -> None:
+    for parent in (tmp_path, tmp_path / "redis"):
+        parent.mkdir(exist_ok=True)
+        parent.chmod(0o755)  # as an earlier version left it
+    with running_redis(tmp_path) as url, closing(Buffer(url, "run")) as buffer:
+        secret = buffer.secret().encode()
+        holders = [file for file in tmp_path.rglob("*") if file.is_file() and secret in file.read_bytes()]
+    assert holders, "the append-only file holds it"
+    for file in holders:
+        above = [file, *file.relative_to(tmp_path).parents]
+        assert any((tmp_path / place).stat().st_mode & 0o077 == 0 for place in above[:-1]), file
 
 
 def test_callers_of_a_service_do_not_learn_the_keys_of_its_scorers(function: str) -> None:

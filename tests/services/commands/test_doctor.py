@@ -15,7 +15,15 @@ from tandem.protos.errors import EnvironmentLackError
 from tandem.reward.sandbox.isolation import find_isolation
 from tandem.services.cli import app
 from tandem.services.commands import doctor
-from tandem.services.commands.doctor import Check, check_backends, check_torch, check_vllm, probe_imports, run_doctor
+from tandem.services.commands.doctor import (
+    Check,
+    check_backends,
+    check_cgroup,
+    check_torch,
+    check_vllm,
+    probe_imports,
+    run_doctor,
+)
 
 GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
 
@@ -118,6 +126,21 @@ def test_gpus_that_torch_cannot_use_are_a_note(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "gpu_ids", lambda: ("0", "1"))
     assert "EXTRA=gpu" in doctor.check_gpus(GOOD_PROBE).remedy
     assert "2 × NVIDIA" in doctor.check_gpus({"device": "NVIDIA X", "gpus": 2}).detail
+
+
+def test_the_limits_of_cgroups_are_reported(tmp_path: Path) -> None:
+    membership, inner = tmp_path / "membership", tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    membership.write_text("4:memory:/other\n0::/a/b\n")
+    found = check_cgroup(membership, tmp_path)
+    assert found.verdict == "note" and "none bounds" in found.detail and "MemoryMax" in found.remedy
+    for folder, memory in ((inner, "max"), (inner.parent, "8000000000"), (tmp_path, "16000000000")):
+        (folder / "memory.max").write_text(f"{memory}\n")
+    assert check_cgroup(membership, tmp_path).detail == "bounds 8.0 GB of memory in total"
+    (inner / "pids.max").write_text("512\n")
+    found = check_cgroup(membership, tmp_path)
+    assert (found.verdict, found.detail) == ("ok", "bounds 8.0 GB of memory and 512 processes and threads in total")
+    assert check_cgroup(tmp_path / "none", tmp_path).verdict == "note"
 
 
 def test_weight_backends_are_reported_as_not_run_without_a_record(tmp_path: Path) -> None:
