@@ -48,7 +48,7 @@ class EnvironmentLackError(UserError, grpc_code="FAILED_PRECONDITION"):
 
 
 class AuthenticationError(UserError, grpc_code="UNAUTHENTICATED"):
-    """The service does not accept the caller's token, or the call has none."""
+    """The service does not accept the caller's token, or the caller not the service's certificate."""
 
 
 class AccessError(UserError, grpc_code="PERMISSION_DENIED"):

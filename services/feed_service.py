@@ -20,7 +20,8 @@ from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
-from tandem.services.service_info import ServiceInfo, service_endpoint
+from tandem.services.run.endpoint import service_endpoint
+from tandem.services.service_info import ServiceInfo
 
 log = logging.getLogger(__name__)
 
@@ -182,5 +183,5 @@ def main(recipe: Recipe, redis_url: str) -> None:
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
     feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
-    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe.run.host):
+    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe):
         feed.run(stop)

@@ -1,22 +1,18 @@
-"""Reports of every service: the reply to Info, its figures in the registry, and the gRPC server that answers."""
+"""Reports of every service: the reply to Info, and its figures in the registry."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Unpack
 
 from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.process import Repeated
-from tandem.services.rpc.server import ServerOptions, ServerThread
-from tandem.services.rpc.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -86,20 +82,3 @@ class Heartbeat(Repeated):
             if not self._missed:
                 log.warning("heartbeat missed: %s", error)
             self._missed = True
-
-
-@contextmanager
-def service_endpoint(info: ServiceInfo, host: str, *, port: int = 0, **options: Unpack[ServerOptions]) -> Iterator[str]:
-    """Listens, registers the service of a run and sends its heartbeats; yields the address. Raises EnvironmentLackError
-    if the port is in use.
-    """
-    assert info.buffer is not None, "only a service of a run has a place in a registry"
-    options["tokens"] = Tokens.of_run(info.buffer.secret())
-    server = ServerThread(host, port, info=info.reply, **options)
-    try:
-        info.buffer.register_service(info.name, server.address)
-        with Heartbeat(info.buffer, info.name, info.figures):
-            log.info("listens on %s", server.address)
-            yield server.address
-    finally:
-        server.stop(grace_seconds=0.5)

@@ -10,6 +10,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -34,7 +36,8 @@ from tandem.services.clients.messages import (
     split,
 )
 from tandem.services.clients.streams import ScoreStream, StreamRetry, Stub, Submission, batch_scores, watch_job
-from tandem.services.rpc.client import TokenChannel, connect_async, translated
+from tandem.services.rpc.certificates import CERTIFICATES_VARIABLE, channel_credentials
+from tandem.services.rpc.client import TokenChannel, connect_async, server_name_of, translated
 from tandem.services.rpc.tokens import TOKEN_VARIABLE
 
 DAY_SECONDS = 86_400.0
@@ -49,7 +52,7 @@ _SHORT_SECONDS = 10.0  # deadline of calls that score and store nothing
 
 class AsyncRewardClient:
     """The client of the reward service for `async` programs. An async context manager, for one event loop. Raises
-    UserError if an address is not host:port.
+    UserError if an address is not host:port, or a certificate cannot be used.
 
     Args:
         addresses: host:port; several as a list or separated by commas, over which calls are spread. Default: those of
@@ -59,6 +62,8 @@ class AsyncRewardClient:
         stall_seconds: how long a submission may make no progress while the service answers, e.g. because too many
             items wait to be scored.
         token: bearer token for the service. Default: that of TANDEM_TOKEN.
+        certificates: connect over TLS. A file: the CA of the service. A folder with ca.crt, client.crt and client.key:
+            the client shows its certificate, too. Default: that of TANDEM_CERTIFICATES, else no TLS.
     """
 
     def __init__(
@@ -69,7 +74,10 @@ class AsyncRewardClient:
         retry_seconds: float = 60.0,
         stall_seconds: float = 1800.0,
         token: str = "",
+        certificates: str | PathLike[str] = "",
     ) -> None:
+        path = certificates or os.environ.get(CERTIFICATES_VARIABLE, "")
+        self._credentials = channel_credentials(Path(path)) if path else None
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
         self.addresses = named_addresses(addresses)
         self._timeout = timeout_seconds
@@ -259,7 +267,7 @@ class AsyncRewardClient:
     async def _stub(self) -> Stub:
         if self._channel is None:
             target = await asyncio.to_thread(target_of, self.addresses)  # this may ask a name server
-            self._channel = self._channel or connect_async(target)
+            self._channel = self._channel or connect_async(target, self._credentials, server_name_of(self.addresses))
         channel = TokenChannel(self._channel, self._token) if self._token else self._channel
         return reward_pb2_grpc.RewardServiceStub(channel)
 

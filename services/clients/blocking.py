@@ -6,6 +6,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import wraps
+from os import PathLike
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
@@ -65,6 +66,7 @@ class RewardClient:
         retry_seconds: float = 60.0,
         stall_seconds: float = 1800.0,
         token: str = "",
+        certificates: str | PathLike[str] = "",
     ) -> None:
         self._client = AsyncRewardClient(
             addresses,
@@ -72,6 +74,7 @@ class RewardClient:
             retry_seconds=retry_seconds,
             stall_seconds=stall_seconds,
             token=token,
+            certificates=certificates,
         )
         self.addresses = self._client.addresses
         with ExitStack() as stack:

@@ -13,7 +13,7 @@ import grpc
 
 from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score
-from tandem.protos.errors import DataError, DeadlineError, TandemError
+from tandem.protos.errors import DataError, DeadlineError, TandemError, UserError
 from tandem.services.clients.item_reader import ItemReader
 from tandem.services.clients.messages import EncodedItem, Job, JobEvent, job_from_proto, score_from_proto
 from tandem.services.reward.wire import error_of
@@ -79,6 +79,8 @@ class StreamRetry:
 
 
 def _is_retryable(error: grpc.RpcError) -> bool:
+    if isinstance(from_rpc_error(error), UserError):
+        return False  # a certificate that is refused, for instance, which gRPC calls UNAVAILABLE
     # gRPC reports a write that was interrupted by the end of the call like this; the next attempt gets the status.
     interrupted_write = error.code() == grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
     return error.code() in _RETRYABLE or interrupted_write

@@ -15,6 +15,7 @@ from tandem.services.command_line import print_text
 from tandem.services.config import Recipe
 from tandem.services.process import in_thread
 from tandem.services.run.children import Child, RedisChild
+from tandem.services.run.endpoint import check_network
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_ports, check_reward
@@ -37,6 +38,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
         )
     find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
     check_model(recipe)
+    check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)
     prompts = load_evaluation_prompts(recipe)

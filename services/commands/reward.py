@@ -55,6 +55,14 @@ Out = Annotated[
     Path | None, option(metavar="FILE", help="Write the scores there (.parquet or .jsonl), in the order of the rows.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything has no score.")]
+Certificates = Annotated[
+    Path | None,
+    option(metavar="FOLDER", help="Talk TLS, as service.crt of this folder, which `tandem certs init` writes."),
+]
+ClientCertificates = Annotated[
+    bool, typer.Option("--client-certificates", help="Refuse callers without a certificate of the folder's CA.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen on any --host, although TLS or tokens are missing.")]
 JobId = Annotated[str, argument(metavar="ID", help="A job, as `tandem reward jobs` lists it.")]
 
 
@@ -244,6 +252,9 @@ def serve(
         Path | None,
         option(metavar="FILE", help="Refuse callers without a token of this file, which `tandem reward token` writes."),
     ] = None,
+    certificates: Certificates = None,
+    client_certificates: ClientCertificates = False,
+    insecure: Insecure = False,
 ) -> None:
     """Runs the reward service alone, until Ctrl-C. Services with the same Redis and jobs.namespace are replicas.
 
@@ -261,6 +272,9 @@ def serve(
             folder=folder,
             name=name,
             token_file=token_file,
+            certificates=certificates,
+            client_certificates=client_certificates,
+            insecure=insecure,
         )
 
     run_service_command(work)

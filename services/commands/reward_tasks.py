@@ -158,16 +158,30 @@ def serve_alone(
     folder: Path,
     name: str,
     token_file: Path | None = None,
+    certificates: Path | None = None,
+    client_certificates: bool = False,
+    insecure: bool = False,
 ) -> None:
     """Runs a standalone service until it is stopped. Raises UserError for an unusable setting, scorer or Redis."""
     from tandem.services.config.recipe import load_service_config
     from tandem.services.process import starting
+    from tandem.services.rpc.certificates import server_credentials
+    from tandem.services.rpc.server import Security
     from tandem.services.rpc.tokens import Tokens
 
     files = [one for one in arguments if "=" not in one]
     if len(files) > 1:
         raise UserError(f"{files[1]!r} is a second configuration; write settings as section.key=value")
     config = load_service_config(files[0] if files else None, [one for one in arguments if "=" in one])
+    if client_certificates and certificates is None:
+        raise UserError("--client-certificates needs --certificates: the folder with the CA that signs them")
+    security: Security = {
+        "tokens": None if token_file is None else Tokens.load(token_file),
+        "credentials": None
+        if certificates is None
+        else server_credentials(certificates, client_certificates=client_certificates),
+        "insecure": insecure,
+    }
     chosen = port if port is not None else config.reward.port or DEFAULT_PORT
     reward = config.reward.model_copy(update={"port": chosen})
     with starting():
@@ -178,5 +192,5 @@ def serve_alone(
         redis_url=redis_url,
         folder=folder,
         name=name,
-        tokens=None if token_file is None else Tokens.load(token_file),
+        security=security,
     )

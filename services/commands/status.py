@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.command_line import cell, print_line
 from tandem.services.config import load_resolved
+from tandem.services.rpc.certificates import channel_credentials
 from tandem.services.rpc.client import connect, translated
 from tandem.services.run.folder import (
     CONFIG_FILE,
@@ -42,7 +44,7 @@ def show_status(folder: Path, console: Console) -> int:
     head = ("service", "state", "pid", "restarts", "version", "address", "doing")
     table = Table(*head, box=None, header_style="bold", pad_edge=False)
     for service in status.services:
-        info = _info(service.address, address.token)
+        info = _info(service.address, address)
         version, doing = ("–", "") if info is None else (str(info.policy_version), info.activity)
         place = service.address or "–"
         table.add_row(
@@ -58,7 +60,7 @@ def show_status(folder: Path, console: Console) -> int:
 
 def ask_supervisor(address: RunAddress) -> tuple[control_pb2.GetStatusReply, dict[str, int]]:
     """The status and the ledger's counts from the run's supervisor. Raises UnavailableError if it does not answer."""
-    with connect(address.control, address.token) as channel, translated():
+    with _connect(address.control, address) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
@@ -132,11 +134,16 @@ def _show_counts(counts: Mapping[str, int], console: Console) -> None:
     console.print(table)
 
 
-def _info(address: str, token: str) -> common_pb2.InfoReply | None:
-    if not address:
+def _connect(service: str, address: RunAddress) -> grpc.Channel:
+    credentials = channel_credentials(Path(address.certificates), "service") if address.certificates else None
+    return connect(service, address.token, credentials)
+
+
+def _info(service: str, address: RunAddress) -> common_pb2.InfoReply | None:
+    if not service:
         return None
     try:
-        with connect(address, token) as channel, translated():
+        with _connect(service, address) as channel, translated():
             stub = common_pb2_grpc.InfoServiceStub(channel)
             reply: common_pb2.InfoReply = stub.Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
             return reply

@@ -46,6 +46,12 @@ class RunConfig(Options):
     """`redis://…` or `unix://…`; default: `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
     host: str = "127.0.0.1"
     """Address on which the services listen."""
+    certificates: str = ""
+    """Folder written by `tandem certs init`: the services then talk TLS, and take calls only with a certificate of the
+    folder's CA.
+    """
+    insecure: bool = False
+    """Listen on a host other than loopback without certificates."""
     metrics_to_tensorboard: bool = True
     """Also write TensorBoard events."""
 

@@ -42,7 +42,8 @@ from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer
-from tandem.services.service_info import ServiceInfo, service_endpoint
+from tandem.services.run.endpoint import service_endpoint
+from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "reward"
 """In the registry and as holder of leases: a service that restarts gets the leases of its predecessor back."""
@@ -235,7 +236,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
         jobs = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
         endpoint = service_endpoint(
             ServiceInfo(SERVICE_NAME, lambda: {**scorer.figures(), **jobs.figures()}, scorer.activity, buffer),
-            recipe.run.host,
+            recipe,
             port=recipe.reward.port,
             register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server),
             service_names=[reward_server.SERVICE_NAME],

@@ -18,8 +18,7 @@ from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer
-from tandem.services.rpc.server import ServerThread
-from tandem.services.rpc.tokens import Tokens
+from tandem.services.rpc.server import Security, ServerThread
 from tandem.services.run.children import RedisChild
 from tandem.services.run.preflight import check_job_room
 from tandem.services.service_info import ServiceInfo
@@ -37,7 +36,7 @@ def main(
     redis_url: str,
     folder: Path,
     name: str = "",
-    tokens: Tokens | None = None,
+    security: Security | None = None,
 ) -> None:
     """Serves until SIGTERM, then ends its streams as UNAVAILABLE. Logs `reward: listens on HOST:PORT` once it is ready.
 
@@ -45,7 +44,7 @@ def main(
         config: `config.reward.port` 0 picks a free port.
         redis_url: where the jobs are stored. Empty: an embedded Redis with its data and log in `folder`.
         name: of this replica, under which it gets the chunks of its predecessor back. Default: machine and port.
-        tokens: what callers must have. None: anybody who can connect may call everything.
+        security: what callers must have: tokens, TLS. None: whoever can connect may call everything.
 
     Raises:
         UserError: the scorers cannot be built, the port is in use, or there is no Redis with room for the jobs.
@@ -68,7 +67,7 @@ def main(
             service_names=[SERVICE_NAME],
             on_stop=servicer.end_streams,
             limits=RPC_LIMITS,
-            tokens=tokens,
+            **(security or {}),
         )
         jobs.worker = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
         with jobs:

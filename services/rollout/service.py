@@ -29,7 +29,7 @@ from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServicer
 from tandem.services.rpc.server import start_server
-from tandem.services.rpc.tokens import Tokens
+from tandem.services.run.endpoint import server_security
 from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             incarnation=lambda: engine.incarnation,
             started_at=started_at,
         )
-        tokens = Tokens.of_run(await asyncio.to_thread(buffer.secret))
+        security = await asyncio.to_thread(server_security, recipe, buffer)
         servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder)
         server = await start_server(
             recipe.run.host,
@@ -199,7 +199,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
             service_names=[SERVICE_NAME],
             limits=RPC_LIMITS,
-            tokens=tokens,
+            **security,
         )
         stack.push_async_callback(server.stop, grace_seconds=0.5)
         await asyncio.to_thread(buffer.register_sampler, name, server.address, config.tensor_parallel_size)

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import grpc
 
-from tandem.protos.errors import DeadlineError, SizeError, TandemError, UnavailableError, error_class
+from tandem.protos.errors import (
+    AuthenticationError,
+    DeadlineError,
+    SizeError,
+    TandemError,
+    UnavailableError,
+    error_class,
+)
 from tandem.services.addresses import named_addresses, target_of
+from tandem.services.rpc.certificates import CERTIFICATES_VARIABLE
 from tandem.services.rpc.limits import ERROR_KEY, MAX_MESSAGE_BYTES
 from tandem.services.rpc.tokens import bearer
 
 _TOO_LARGE = re.compile(r"larger than max(?: \((\d+) vs\. (\d+)\))?")  # in gRPC's words; no sizes if it was compressed
+_LAST_ERROR = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): (.+)", re.DOTALL)  # address and cause, in gRPC's words
+_REFUSED_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_CLOSED = re.compile(r"Socket closed|Connection reset by peer|Broken pipe")
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -33,7 +44,7 @@ _SERVICE_CONFIG = {
         }
     ],
 }
-_CLIENT_OPTIONS = [
+_CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.per_rpc_retry_buffer_size", 32 << 20),  # larger calls are not repeated; gRPC's default is 256 KiB
@@ -59,12 +70,16 @@ class _TokenSender(
     intercept_stream_unary = intercept_stream_stream = _call  # type: ignore[assignment]
 
 
-def connect(addresses: str, token: str = "") -> grpc.Channel:
+def connect(addresses: str, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
     """A channel to `host:port`, or to several addresses separated by commas, over which the calls rotate. It connects
-    with the first call. Every call carries the token. Raises UserError if an address is invalid, or one of several
-    addresses cannot be resolved.
+    with the first call: over TLS if there are credentials. Every call carries the token. Raises UserError if an address
+    is invalid, or one of several addresses cannot be resolved.
     """
-    channel = grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
+    named = named_addresses(addresses)
+    if credentials is None:
+        channel = grpc.insecure_channel(target_of(named), options=_CLIENT_OPTIONS)
+    else:
+        channel = grpc.secure_channel(target_of(named), credentials, options=_tls_options(server_name_of(named)))
     return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
 
 
@@ -86,9 +101,24 @@ class TokenChannel:
         self.stream_stream = with_token(channel.stream_stream)
 
 
-def connect_async(target: str) -> grpc.aio.Channel:
-    """The same channel for `grpc.aio`, to a target of `target_of`."""
-    return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
+def connect_async(
+    target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.aio.Channel:
+    """The same channel for `grpc.aio`, to a target of `target_of`, and without a token."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=_tls_options(server_name))
+
+
+def server_name_of(addresses: Sequence[str]) -> str:
+    """What the certificates of several services all have to name: the host of the first address. "" for one address,
+    which gRPC takes for the name.
+    """
+    return addresses[0].rpartition(":")[0].strip("[]") if len(addresses) > 1 else ""
+
+
+def _tls_options(server_name: str) -> list[tuple[str, int | str]]:
+    return [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name)] if server_name else _CLIENT_OPTIONS
 
 
 @contextmanager
@@ -98,6 +128,24 @@ def translated() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+
+
+def _unreachable(detail: str) -> TandemError:
+    """The error of a call that found no connection. A TLS handshake that failed here is for good; one that failed at
+    the service looks like a service that stops.
+    """
+    place, cause = found.groups() if (found := _LAST_ERROR.search(detail)) else ("", detail)
+    if refused := _REFUSED_CERTIFICATE.search(cause):
+        remedy = "renew it there, or connect with the ca.crt of this service"
+        return AuthenticationError(f"{place}: the service's certificate is refused: {refused[1]}; {remedy}")
+    if "Hostname Verification" in cause:
+        remedy = "name this address in `tandem certs init`, or connect to one that it names"
+        return AuthenticationError(f"{place}: the service's certificate is not for this address; {remedy}")
+    if "WRONG_VERSION_NUMBER" in cause:
+        return AuthenticationError(f"{place}: the service talks no TLS; connect to it without certificates")
+    if place and _CLOSED.search(cause):
+        cause += f"; if it talks TLS, set {CERTIFICATES_VARIABLE} to its ca.crt, or to a folder with client.crt"
+    return UnavailableError(f"cannot be reached: {place}: {cause}" if place else f"cannot be reached: {cause}")
 
 
 def from_rpc_error(error: grpc.RpcError) -> TandemError:
@@ -111,7 +159,7 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"no answer within the deadline: {detail}")
     if code == grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"cannot be reached: {detail}")
+        return _unreachable(detail)
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and (found := _TOO_LARGE.search(detail)):
         sizes = f" has {int(found[1]):,} bytes, at most {int(found[2]):,} are taken" if found[1] else " is too large"
         return SizeError(f"a message{sizes}: send less at a time")

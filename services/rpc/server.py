@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import resource
 import socket
 import weakref
@@ -18,9 +20,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc
-from tandem.protos.errors import EnvironmentLackError
+from tandem.protos.errors import ConfigError, EnvironmentLackError
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
 from tandem.services.rpc.tokens import Tokens
+
+log = logging.getLogger(__name__)
 
 INFO_SERVICE = "tandem.v1.InfoService"
 _START_SECONDS = 10.0
@@ -39,7 +43,18 @@ class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
         return await asyncio.to_thread(self._info)  # it may ask Redis for queue figures
 
 
-class ServerOptions(TypedDict, total=False):
+class Security(TypedDict, total=False):
+    """What a server demands of its callers."""
+
+    tokens: Tokens | None
+    """The tokens that callers must have. None: anybody who can connect may call everything."""
+    credentials: grpc.ServerCredentials | None
+    """Certificate and key. None: no TLS."""
+    insecure: bool
+    """Listen on addresses other than loopback without TLS or tokens."""
+
+
+class ServerOptions(Security, total=False):
     """What a server serves besides Info, health and reflection."""
 
     register: Callable[[grpc.aio.Server], None]
@@ -47,8 +62,6 @@ class ServerOptions(TypedDict, total=False):
     on_stop: Callable[[], None]
     """Called on the event loop when the server begins to stop, so that long calls can end with their own error."""
     limits: RpcLimits
-    tokens: Tokens | None
-    """The tokens that callers must have. None: anybody who can connect may call everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +82,16 @@ class RpcServer:
 
 async def start_server(host: str, port: int, *, info: Info, **options: Unpack[ServerOptions]) -> RpcServer:
     """Starts a server with Info, health and reflection. Port 0 picks a free port. Raises EnvironmentLackError if the
-    port is in use or the address is not this machine's.
+    port is in use or the address is not this machine's, ConfigError as `check_exposure`.
     """
     limits, service_names = options.get("limits", RpcLimits()), options.get("service_names", ())
+    tokens, credentials = options.get("tokens"), options.get("credentials")
+    exposure = check_exposure(
+        host, tls=credentials is not None, tokens=tokens is not None, insecure=options.get("insecure", False)
+    )
     server = grpc.aio.server(options=_options(limits))
     # LimitedServer has the two methods that registration uses.
-    registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names, options.get("tokens")))
+    registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names, tokens))
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
     if register := options.get("register"):
         register(registrar)
@@ -85,13 +102,15 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
     add_reflection: Callable[[object, object], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_reflection(reflection.aio.ReflectionServicer(shown), registrar)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}") if _can_listen(host, port) else 0
+        bound = _listen(server, f"{host}:{port}", credentials) if _can_listen(host, port) else 0
     except RuntimeError:
         bound = 0
     if bound == 0:
         why = "the port is in use or not this machine's; choose another port"
         raise EnvironmentLackError(f"cannot listen on {host}:{port}: {why}")
     await server.start()
+    if exposure:
+        log.warning("listens on %s:%d: %s", host, bound, exposure)
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return RpcServer(f"{host}:{bound}", server, health_servicer, options.get("on_stop", lambda: None))
@@ -112,6 +131,34 @@ def _options(limits: RpcLimits) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_seconds)),
         ("grpc.max_connection_idle_ms", 1000 * _IDLE_CONNECTION_SECONDS),  # clients connect again by themselves
     ]
+
+
+def check_exposure(host: str, *, tls: bool, tokens: bool, insecure: bool) -> str:
+    """What an address other than loopback exposes, "" if nothing. Raises ConfigError if it is not `insecure`."""
+    lacks = [what for what, there in (("certificates", tls), ("tokens", tokens)) if not there]
+    if not lacks or _is_loopback(host):
+        return ""
+    fault = f"{host} is not a loopback address, and the service has no {' and no '.join(lacks)}"
+    if insecure:
+        return fault
+    made_by = {"certificates": "`tandem certs init` makes certificates", "tokens": "`tandem reward token` a token file"}
+    made = ", ".join(made_by[one] for one in lacks)
+    raise ConfigError(f"{fault}: {made}; or set insecure, if you trust all who can connect")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the name or IP address leads to this machine alone. An unknown name does: nothing can listen there."""
+    try:
+        places = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(place[4][0]).partition("%")[0]).is_loopback for place in places)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    if credentials is None:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, credentials))
 
 
 def _can_listen(host: str, port: int) -> bool:

@@ -130,9 +130,7 @@ def bearer(token: str) -> tuple[str, str]:
 def _read(file: Path) -> dict[str, tuple[str, Role]]:
     """SHA-256 and role by name. Raises ConfigError, also if other users may read the file."""
     try:
-        if file.stat().st_mode & 0o077:
-            raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
-        entries = tomllib.loads(file.read_text(encoding="utf-8"))
+        entries = tomllib.loads(read_private(file).decode())
         for name in entries:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not a name of letters, digits, - and _")
@@ -141,6 +139,13 @@ def _read(file: Path) -> dict[str, tuple[str, Role]]:
         raise ConfigError(f"token file {file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"token file {file} cannot be read: {error}; `tandem reward token` writes one") from None
+
+
+def read_private(file: Path) -> bytes:
+    """The content of a file that only its owner may read. Raises OSError, also if other users may."""
+    if file.stat().st_mode & 0o077:
+        raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
+    return file.read_bytes()
 
 
 def _digest(token: str) -> str:

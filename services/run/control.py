@@ -13,7 +13,7 @@ from tandem.protos import control_pb2, control_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.rpc.server import ServerThread
-from tandem.services.rpc.tokens import Tokens
+from tandem.services.run.endpoint import server_security
 from tandem.services.run.process_group import ProcessGroup
 from tandem.services.service_info import ServiceInfo
 
@@ -29,7 +29,7 @@ def control_server(recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> I
         info=info.reply,
         register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server),
         service_names=["tandem.v1.ControlService"],
-        tokens=Tokens.of_run(buffer.secret()),
+        **server_security(recipe, buffer),
     )
     try:
         buffer.register_service("controller", server.address)

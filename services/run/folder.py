@@ -29,12 +29,15 @@ _LOCK_WAIT_SECONDS = 1.0  # `running` holds a shared lock for a moment; a superv
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Addresses of a running run. `control` is the supervisor's gRPC address; `token` is for it and the services."""
+    """Addresses of a running run. `control` is the supervisor's gRPC address; `token` and the folder `certificates`
+    ("" without TLS) are for it and the services.
+    """
 
     pid: int
     redis_url: str
     control: str
     token: str
+    certificates: str = ""
 
 
 class RunLock(AbstractContextManager["RunLock"]):

@@ -18,6 +18,7 @@ from tandem.rollout.engine import find_engine
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
+from tandem.services.run.endpoint import check_network
 from tandem.services.run.folder import (
     CONFIG_FILE,
     cannot_write,
@@ -63,6 +64,7 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     check_dataset(recipe)
     facts = check_models(recipe)
     check_backend(recipe)
+    check_network(recipe)
     check_ports(recipe)
     check_disk(recipe, facts)
     check_memory(recipe, facts)
@@ -97,6 +99,7 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
         check_model(recipe)
     else:
         check_reward(recipe)
+    check_network(recipe)
     if external_redis_url(recipe):
         check_redis(recipe)
     name = f"{service}-{replica}" if service == "rollout" else service

@@ -63,7 +63,8 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
         control = stack.enter_context(control_server(recipe, processes, buffer))
         token = run_token(buffer.secret(), Role.operate)
-        held.publish(RunAddress(os.getpid(), redis_url, control, token))
+        certificates = os.path.abspath(recipe.run.certificates) if recipe.run.certificates else ""
+        held.publish(RunAddress(os.getpid(), redis_url, control, token, certificates))
         processes.children = [Child(spec, processes.token) for spec in child_specs(recipe, redis_url)]
         with Progress(watch, processes.states, console):
             outcome = processes.run()

@@ -24,6 +24,7 @@ from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.tokens import Role, run_token
+from tandem.services.run.endpoint import calling_credentials
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,12 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEndpoints:
-    """Addresses of the samplers and of the reward service, and the token for them."""
+    """Addresses of the samplers and of the reward service, and the token and the credentials for them."""
 
     samplers: Sequence[str]
     reward: str
     token: str
+    credentials: grpc.ChannelCredentials | None
     max_tokens: int
     stop: Sequence[str] = ()
 
@@ -67,7 +69,8 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: Evaluati
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
-    channels = {address: connect(address, endpoints.token) for address in {*endpoints.samplers, endpoints.reward}}
+    addresses = {*endpoints.samplers, endpoints.reward}
+    channels = {address: connect(address, endpoints.token, endpoints.credentials) for address in addresses}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
     items: list[reward_pb2.ScoreReply.Item] = []
     reason = "no_sampler"
@@ -178,8 +181,9 @@ def wait_for_endpoints(
         ]
         reward = buffer.services().get("reward")
         if samplers and reward:
-            token = run_token(buffer.secret(), Role.operate)
-            return EvaluationEndpoints(samplers, reward, token, recipe.rollout.max_response_tokens, recipe.rollout.stop)
+            token, credentials = run_token(buffer.secret(), Role.operate), calling_credentials(recipe)
+            rollout = recipe.rollout
+            return EvaluationEndpoints(samplers, reward, token, credentials, rollout.max_response_tokens, rollout.stop)
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):
             return None

@@ -17,6 +17,7 @@ from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
 from tandem.services.rpc.tokens import Role, run_token
+from tandem.services.run.endpoint import calling_credentials
 from tandem.services.trainer.sampler_link import SamplerLink
 from tandem.trainer.weight_sender import WeightSender
 
@@ -47,6 +48,7 @@ class Publisher:
         self._buffer = buffer
         self._sender = sender
         self._token = run_token(buffer.secret(), Role.internal)
+        self._credentials = calling_credentials(recipe)
         self._host = recipe.run.host
         self._folder = recipe.weights_folder
         self._backend = recipe.weights.backend
@@ -105,7 +107,7 @@ class Publisher:
         if link is None or link.sampler.generation != sampler.generation:
             if link is not None:
                 link.close()
-            link = self._links[sampler.id] = SamplerLink(sampler, self._token)
+            link = self._links[sampler.id] = SamplerLink(sampler, self._token, self._credentials)
         link.sampler = sampler
         return link
 

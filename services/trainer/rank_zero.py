@@ -15,8 +15,9 @@ import psutil
 from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, payload_figures, write_summary
-from tandem.services.service_info import ServiceInfo, service_endpoint
+from tandem.services.service_info import ServiceInfo
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
@@ -65,7 +66,7 @@ class RankZero:
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
         info = ServiceInfo("trainer", self._figures, lambda: self._activity, buffer, lambda: self._version)
-        self._stack.enter_context(service_endpoint(info, recipe.run.host, port=recipe.trainer.port))
+        self._stack.enter_context(service_endpoint(info, recipe, port=recipe.trainer.port))
         self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
 
     def next_order(self, version: int) -> Order:

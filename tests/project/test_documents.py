@@ -43,7 +43,7 @@ COMMANDS = sorted({line for text in TEXT.values() for line in lines_of_code(text
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
     words = command.split()[1:]
-    path = words[:2] if words[0] in ("data", "reward") else words[:1]
+    path = words[:2] if words[0] in ("certs", "data", "reward") else words[:1]
     assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
     overrides = [word for word in words if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
     recipes = [word for word in words if word.startswith("examples/recipes/")]
@@ -56,8 +56,8 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
 
 def test_there_are_commands_to_check() -> None:
     assert len(COMMANDS) >= 8
-    known = ["config", "data", "demo", "doctor", "eval", "ledger", "replay", "reward", "run", "serve", "sft", "status"]
-    assert [*known, "token"] == sorted(get_command(app).commands)  # type: ignore[attr-defined]
+    known = ["certs", "config", "data", "demo", "doctor", "eval", "ledger", "replay", "reward", "run", "serve", "sft"]
+    assert [*known, "status", "token"] == sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)

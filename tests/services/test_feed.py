@@ -17,7 +17,8 @@ from tandem.services import feed_service
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.feed_service import Feed, PromptStream, epoch_order
-from tandem.services.service_info import ServiceInfo, service_endpoint
+from tandem.services.run.endpoint import service_endpoint
+from tandem.services.service_info import ServiceInfo
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
 from tests.support.redis_ring import SAMPLER, claim, move, new_run, offer, train
 from tests.support.service_wire import check_what_it_says
@@ -183,9 +184,10 @@ def retired(buffer: Buffer) -> list[str]:
 def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=2, target_groups=2, run_id="feed-test")
     offer(buffer, 1)  # an earlier process of this feed
-    feed = Feed(buffer, PromptStream(recipe(questions(3)), 1))
+    settings = recipe(questions(3))
+    feed = Feed(buffer, PromptStream(settings, 1))
     before = time.time()
-    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), "127.0.0.1") as address:
+    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), settings) as address:
         assert buffer.services()["feed"] == address
         info = check_what_it_says(address, buffer, name="feed", service_names=(), started_after=before)
         assert info.activity == "starting"

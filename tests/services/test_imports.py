@@ -12,7 +12,8 @@ from tests.support.processes import run_python
 
 LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
 WIRES = {"grpc", "redis", "google.protobuf"}
-LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}  # typer imports pydantic
+LIBRARIES = {"cryptography", "numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}
+"""Not pydantic, which typer imports."""
 
 TRAINER_OPTIONS = [
     f"tandem.trainer.{name}"
@@ -25,7 +26,7 @@ TRAINER_OPTIONS = [
 
 COMMANDS = [
     *([], ["demo"], ["run"], ["serve"], ["sft"], ["eval"], ["replay"], ["status"], ["ledger"], ["doctor"], ["config"]),
-    *(["data"], ["data", "check"], ["reward"]),
+    *(["certs", "init"], ["data"], ["data", "check"], ["reward"]),
     *(["reward", name] for name in ("score", "submit", "jobs", "results", "cancel", "scorers", "serve")),
 ]
 

@@ -179,7 +179,17 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
             {"reward": {"port": 21671}, "trainer": {"port": 21671}},
             ["trainer.port", "21671", "also that of reward"],
         ),
-        (EnvironmentLackError, {"run": {"host": "192.0.2.1"}, "trainer": {"port": 21671}}, ["192.0.2.1:21671"]),
+        (
+            EnvironmentLackError,
+            {"run": {"host": "192.0.2.1", "insecure": True}, "trainer": {"port": 21671}},
+            ["192.0.2.1:21671"],
+        ),
+        (
+            ConfigError,
+            {"run": {"host": "192.0.2.1"}},
+            ["192.0.2.1 is not a loopback", "`tandem certs init`", "insecure"],
+        ),
+        (ConfigError, {"run": {"certificates": "gone"}}, ["gone/ca.crt", "`tandem certs init gone` writes it"]),
         (ConfigError, {"weights": {"backend": "nccl"}}, ["weights.backend=nccl", "gloo"]),
         (ConfigError, {"weights": {"backend": "ipc"}}, ["weights.backend=ipc", "gloo"]),
         (ConfigError, {"trainer": {"num_nodes": 2, "rendezvous": "head:29400"}}, ["run.redis_url", "TANDEM_REDIS_URL"]),

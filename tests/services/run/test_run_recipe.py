@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -89,6 +90,14 @@ def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_name
     assert f"go on with: tandem run {run.folder / CONFIG_FILE} --resume" in said and (run.folder / CONFIG_FILE).exists()
     assert all(map(has_ended, pids))
     assert running(run.folder) is None
+
+
+def test_an_insecure_run_on_a_public_address_warns_once(run: Run) -> None:
+    process, _address = run.start_run("run.host=0.0.0.0", "run.insecure=true")
+    warnings = [line for line in run.end(process).splitlines() if "loopback" in line]
+    assert [re.sub(r":\d+: ", ":PORT: ", line) for line in warnings] == [
+        "listens on 0.0.0.0:PORT: 0.0.0.0 is not a loopback address, and the service has no certificates"
+    ]
 
 
 @pytest.mark.system

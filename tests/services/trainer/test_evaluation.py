@@ -65,7 +65,7 @@ def serving(*samplers: Answers) -> Iterator[EvaluationEndpoints]:
 
         addresses = [serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, sampler) for sampler in samplers]
         judge = serve(reward_pb2_grpc.add_RewardServiceServicer_to_server, Judge())
-        yield EvaluationEndpoints(addresses, judge, token="", max_tokens=8)
+        yield EvaluationEndpoints(addresses, judge, token="", credentials=None, max_tokens=8)
 
 
 def prompts(count: int) -> list[Prompt]:
