@@ -21,7 +21,8 @@ _PASSED = re.compile(
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REDIS = "TANDEM_REDIS_URL"
-_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+HUB_TOKENS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+"""With which libraries log in at Hugging Face's hub."""
 
 
 def child_environment(declared: Iterable[str] = ()) -> dict[str, str]:
@@ -37,10 +38,8 @@ def child_environment(declared: Iterable[str] = ()) -> dict[str, str]:
 
 
 def drop_secrets() -> None:
-    """Removes the secrets from this process's variables, so that no process it starts gets them. Keeps those with which
-    libraries log in at Hugging Face's hub.
-    """
-    for name in [name for name in os.environ if name == _REDIS or (is_secret_name(name) and name not in _HUB)]:
+    """Removes the secrets but the hub's from this process's variables, so that no process it starts gets them."""
+    for name in [name for name in os.environ if name == _REDIS or (is_secret_name(name) and name not in HUB_TOKENS)]:
         del os.environ[name]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -79,7 +82,24 @@ class RewardConfig(Options):
             raise ValueError("rubric and scorer cannot both be set: name the scorer in the rubric's components")
         return self
 
+    def key_variables(self) -> frozenset[str]:
+        """The environment variables with the keys of judges and remote scorers. Reads the rubric's file."""
+        rubric = tomllib.loads(Path(self.rubric).read_text(encoding="utf-8")) if self.rubric else {}
+        return frozenset(_values_of("api_key_env", [self.model_dump(), rubric]))
+
     @property
     def cpu_seconds(self) -> float:
         """Processor time of one answer."""
         return self.limits.cpu_seconds or self.timeout_seconds
+
+
+def _values_of(key: str, value: object) -> Iterator[str]:
+    """The texts under this key at any depth."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key and isinstance(inner, str) and inner:
+                yield inner
+            yield from _values_of(key, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _values_of(key, inner)

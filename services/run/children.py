@@ -42,6 +42,8 @@ class ChildSpec:
     command: tuple[str, ...]
     log_file: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    withheld: frozenset[str] = frozenset()
+    """Variables of the supervisor that the child does not get."""
     start_after: str = ""
     """Name of a child that has to be running before this one starts."""
 
@@ -127,7 +129,7 @@ class Child:
         """Starts the process in its own session, out of reach of Ctrl-C. Raises EnvironmentLackError without a log."""
         assert self._process is None, f"{self.name} is already running"
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
+            **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES | self.spec.withheld},
             **self.spec.environment,
             PARENT_VARIABLE: str(os.getpid()),
             PROCESS_MARK_VARIABLE: self._mark,

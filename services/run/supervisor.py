@@ -10,6 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
+from tandem.protos.child_environment import HUB_TOKENS
 from tandem.protos.errors import TandemError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
@@ -81,7 +82,7 @@ def _report_warnings(watch: RunWatch, processes: ProcessGroup) -> None:
 
 def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
     """The services of a run: feed, rollout replicas, reward, trainer. Each reads the resolved configuration."""
-    config = str(recipe.folder / CONFIG_FILE)
+    config, judges_keys = str(recipe.folder / CONFIG_FILE), recipe.reward.key_variables() - HUB_TOKENS
     arguments = {service: [service, config] for service in ("feed", "reward", "trainer")}
     for replica in range(recipe.rollout.num_replicas):
         arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
@@ -92,6 +93,7 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
             command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
             log_file=recipe.folder / "logs" / f"{name}.log",
             environment={"TANDEM_REDIS_URL": redis_url, **place(recipe, name)},
+            withheld=frozenset() if name == "reward" else judges_keys,
             start_after=starts_after(recipe, name),
         )
         for name in order  # the slowest to start comes first

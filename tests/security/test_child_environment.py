@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,12 @@ from tandem.protos.secret_values import is_secret_name
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore, validate
 from tandem.reward.workers.child_process import LineProcess
+from tandem.services.run.children import Child
+from tandem.services.run.supervisor import child_specs
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
-from tests.support.run_inputs import small_values
+from tests.support.run_inputs import recipe_of, small_values
+from tests.support.waiting import eventually
 
 SECRETS = {
     "TANDEM_TOKEN": "secret-1",
@@ -120,6 +125,26 @@ def test_what_a_sampler_starts_sees_no_secret_but_the_hub_token(tmp_path: Path) 
     assert "PATH" in seen, done.stderr
     shown = {name for name, value in SECRETS.items() if seen.get(name) == value}
     assert shown == {"HF_TOKEN", "https_proxy", "SOME_COMPANY_SETTING"}
+
+
+def test_only_the_reward_service_of_a_run_gets_the_keys_of_judges(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.toml"
+    rubric.write_text(
+        '[[components]]\nname = "a"\nscorer = "judge"\narguments = { api_key_env = "OPENAI_API_KEY" }\n'
+        '[[components]]\nname = "b"\nscorer = "judge"\narguments = { api_key_env = "HF_TOKEN" }\n'
+    )
+    mine = {"scorer": "judge", "arguments": {"api_key_env": "DB_PASSWORD"}}
+    reward = {"rubric": str(rubric), "scorers": {"mine": mine}}
+    recipe = recipe_of(small_values(tmp_path), reward=reward)
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    judges = {"OPENAI_API_KEY", "DB_PASSWORD"}
+    for spec in child_specs(recipe, "unix:///nowhere"):
+        child = Child(replace(spec, command=(sys.executable, "-c", show)), "token")
+        child.start()
+        eventually(lambda child=child: child.exit_code() is not None)
+        seen = json.loads(child.last_lines(1)[0])
+        shown = {name for name in (*judges, "HF_TOKEN") if name in seen}
+        assert shown == ({*judges, "HF_TOKEN"} if spec.name == "reward" else {"HF_TOKEN"}), spec.name
 
 
 @pytest.mark.parametrize(
