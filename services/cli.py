@@ -202,6 +202,25 @@ def ledger(
     return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
 
+@app.command(short_help="Write a run's charts and samples into one HTML file.")
+@command
+def report(
+    run_folder: RunArgument = None,
+    other: Annotated[str | None, argument(metavar="OTHER", help="A run folder to compare it with.")] = None,
+    output: Annotated[Path | None, option(help="Default: report.html in the run folder.")] = None,
+) -> int:
+    """Writes one HTML file with a run's curves, timeline, idle times, staleness, samples and configuration. It opens
+    without a network. With OTHER, both runs are in every chart.
+
+    Example: tandem report runs/mine runs/other
+    """
+    from tandem.services.commands.report import write_report
+    from tandem.services.run.folder import find_run
+
+    print(write_report(find_run(run_folder), find_run(other) if other else None, output))
+    return 0
+
+
 @app.command(short_help="Check what this machine has and lacks.")
 @command
 def doctor() -> int:

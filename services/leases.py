@@ -194,6 +194,8 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._lease_seconds = lease_seconds
         self._tolerates_outages = tolerates_outages
         self._held: dict[int, Held[LeaseT]] = {}
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
         self._claiming = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -209,7 +211,12 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         """Returns sums since the loop was created, and the number of current leases."""
         names = ("completed", "requeued", "dropped", "refused", "lost")
         sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
-        now = {f"{self._unit}_held": len(self._held), "outages": self._counts["outages"]}
+        running = time.monotonic() - self._busy_since if self._held else 0.0
+        now = {
+            f"{self._unit}_held": len(self._held),
+            f"{self._unit}_busy_seconds": self._busy_seconds + running,
+            "outages": self._counts["outages"],
+        }
         return {**sums, **now, **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
@@ -268,12 +275,16 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         return ()
 
     def _start(self, lease: LeaseT) -> None:
+        if not self._held:
+            self._busy_since = time.monotonic()
         held = self._held[lease.token] = Held(lease)
         held.task = asyncio.create_task(self._process(held))
         held.task.add_done_callback(lambda task: self._forget(held, task))
 
     def _forget(self, held: Held[LeaseT], task: asyncio.Task[None]) -> None:
         del self._held[held.lease.token]
+        if not self._held:
+            self._busy_seconds += time.monotonic() - self._busy_since
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)  # a bug, or Redis is gone
         self._changed.set()

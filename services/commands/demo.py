@@ -19,6 +19,7 @@ from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import find_engine, usable_engine
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line, run_service
+from tandem.services.commands.report import write_report
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.config.recipe import read_values
 from tandem.services.data.arithmetic import write_task
@@ -183,6 +184,7 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
     print_line(
         console,
         f"Next:\n"
+        f"  open {write_report(folder, None, None)} in a browser: curves, a timeline of all services, samples\n"
         f"  tandem ledger {folder}    every group accounted for\n"
         f"  tandem replay {folder}    train the recorded batches again, bit for bit\n"
         f"  tensorboard --logdir {folder}/tensorboard\n"

@@ -26,12 +26,13 @@ Line = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
-# Field of a sampler's heartbeat → name of its sum over all samplers in metrics.jsonl.
+# Field of a service's heartbeat → name of its sum over all such services in metrics.jsonl.
 SAMPLER_FIGURES = {
     "sampled_tokens": "sampler_tokens",
     "busy_seconds": "sampler_busy_seconds",
     "idle_seconds": "sampler_idle_seconds",
 }
+SCORER_FIGURES = {"groups_busy_seconds": "scorer_busy_seconds"}
 
 
 class JsonLines:
@@ -135,21 +136,27 @@ class PhaseClock:
         return figures
 
 
-class SamplerTotals:
-    """Sums the samplers' counters since its creation. Handles counters that restart at 0 with their sampler."""
+class ServiceTotals:
+    """Sums counters of services of one kind since its creation. Handles counters that restart at 0 with their service.
 
-    def __init__(self, figures: Mapping[str, Mapping[str, float]], base: Mapping[str, Any]) -> None:
+    `names`: field of the heartbeats → name of the sum. `base`: the sums of the run's earlier life.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str], figures: Mapping[str, Mapping[str, float]], base: Mapping[str, Any]
+    ) -> None:
+        self._names = names
         self._seen = {name: dict(values) for name, values in figures.items()}
-        self.totals = {total: float(base.get(total, 0.0)) for total in SAMPLER_FIGURES.values()}
+        self.totals = {total: float(base.get(total, 0.0)) for total in names.values()}
 
     def update(self, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """The sums after these heartbeats, by their names in metrics.jsonl."""
-        for sampler, values in figures.items():
-            before = self._seen.get(sampler, {})
-            for figure, total in SAMPLER_FIGURES.items():
+        for service, values in figures.items():
+            before = self._seen.get(service, {})
+            for figure, total in self._names.items():
                 now, then = values.get(figure, 0.0), before.get(figure, 0.0)
                 self.totals[total] += now - then if now >= then else now
-            self._seen[sampler] = dict(values)
+            self._seen[service] = dict(values)
         return dict(self.totals)
 
 

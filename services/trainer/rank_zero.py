@@ -16,7 +16,16 @@ from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.endpoint import service_endpoint
-from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, payload_figures, write_summary
+from tandem.services.run.metrics import (
+    SAMPLER_FIGURES,
+    SCORER_FIGURES,
+    Line,
+    MetricsLog,
+    ServiceTotals,
+    batch_figures,
+    payload_figures,
+    write_summary,
+)
 from tandem.services.service_info import ServiceInfo
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
@@ -61,7 +70,9 @@ class RankZero:
         self._stack.callback(self._metrics.close)
         self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
-        self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
+        samplers, scorers = self._service_figures()
+        self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
+        self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
         self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
@@ -113,6 +124,7 @@ class RankZero:
         publication: Publication | None,
     ) -> None:
         """Writes the batch's line to metrics.jsonl. Without a publication, the batch was retrained from its record."""
+        samplers, scorers = self._service_figures()
         line: Line = {
             "step": result.policy_version,
             "optimizer_step": result.optimizer_step,
@@ -123,7 +135,8 @@ class RankZero:
             **self._source.take_rejections(),
             **seconds,
             "trainer_idle_seconds": seconds.get("seconds_claim", 0.0),
-            **self._samplers.update(self._sampler_figures()),
+            **self._samplers.update(samplers),
+            **self._scorers.update(scorers),
         }
         line |= {"replayed": True} if publication is None else asdict(publication)
         self._metrics.add(line)
@@ -173,9 +186,11 @@ class RankZero:
         since = self._waiting_since
         return None if since is None else max(since, self._source.last_claim)
 
-    def _sampler_figures(self) -> dict[str, dict[str, float]]:
-        samplers = {sampler.id for sampler in self._buffer.samplers()}
-        return {name: figures for name, figures in self._buffer.figures().items() if name in samplers}
+    def _service_figures(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """The last heartbeats of the samplers and of the reward services."""
+        ids, figures = {sampler.id for sampler in self._buffer.samplers()}, self._buffer.figures()
+        samplers = {name: values for name, values in figures.items() if name in ids}
+        return samplers, {name: values for name, values in figures.items() if name.startswith("reward")}
 
     def _note_evaluation(self, evaluation: Evaluation) -> None:
         self._metrics.add_evaluation(asdict(evaluation))

@@ -13,6 +13,7 @@ counts rows without one, as zeros):
     chi_squared_token, …_sequence      ⟨e^2z⟩ − 1;  rows: e^(2·Σ_row z) − 1: the variance of unbounded weights
     effective_sample_size              ⟨w⟩²/⟨w²⟩: 1 if all weights are equal; 0 if all are 0
     behavior_weight_mean … _max        of w before normalisation
+    behavior_weight_share_<k>          share of tokens with w in bin k of WEIGHT_EDGES, from 0
     truncated_fraction                 ratio outside the weight's bounds (…_above_, …_below_): of tokens, or of rows
                                        for a row-level weight
     rejected_fraction                  of tokens, by any test;  rejected_row_fraction: rows with no token left;
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from tandem.trainer.batch.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
 from tandem.trainer.off_policy.correct import Corrected, correct
-from tandem.trainer.off_policy.options import CorrectionOptions
+from tandem.trainer.off_policy.options import WEIGHT_EDGES, CorrectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
 MAX_STALENESS = 8
@@ -133,6 +134,7 @@ def correction_sums(
     log_ratio_N = corrected.log_ratio_N.double()
     difference_B = -row_means(log_ratio_N, lengths_B)
     buckets.add_tokens(_token_values(corrected, log_ratio_N))
+    buckets.add_histogram("behavior_weight_share_", corrected.bounded_N, WEIGHT_EDGES)
     buckets.add_rows(_row_values(corrected, proximal_logprobs_N, behavior_logprobs_N, log_ratio_N, lengths_B))
     weights = options.weights
     for side, outside_N in (("above", corrected.ratio_N > weights.high), ("below", corrected.ratio_N < weights.low)):
@@ -179,6 +181,14 @@ class _Buckets:
 
     def add_tokens(self, values: Mapping[str, Tensor]) -> None:
         self.sums |= {f"tokens/{name}": _sums(self._token_N, values_N) for name, values_N in values.items()}
+
+    def add_histogram(self, prefix: str, values_N: Tensor, edges: Sequence[float]) -> None:
+        num_bins = len(edges) + 1
+        bin_N = torch.bucketize(values_N, torch.tensor(edges, device=values_N.device))
+        counts = torch.zeros((MAX_STALENESS + 2) * num_bins, dtype=torch.float64, device=values_N.device)
+        counts.index_add_(0, self._token_N * num_bins + bin_N, torch.ones_like(bin_N, dtype=torch.float64))
+        for number, counts_S in enumerate(counts.view(-1, num_bins)[:-1].unbind(1)):
+            self.sums[f"tokens/{prefix}{number}"] = counts_S
 
     def add_rows(self, values: Mapping[str, Tensor]) -> None:
         self.sums |= {f"rows/{name}": _sums(self._row_B, values_B) for name, values_B in values.items()}

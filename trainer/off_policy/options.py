@@ -15,6 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from tandem.protos.options import Options
 from tandem.trainer.off_policy.presets import PRESETS, PresetName
 
+WEIGHT_EDGES = 0.5, 0.8, 0.95, 1.05, 1.25, 2.0
+"""Edges of the bins of behavior weights in the metrics, above which the next bin begins."""
+
 
 class WeightOptions(Options):
     """The behavior weight of every token."""

@@ -16,9 +16,10 @@ from tandem.protos.errors import UnavailableError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.run import progress
 from tandem.services.run.metrics import (
+    SAMPLER_FIGURES,
     MetricsLog,
     PhaseClock,
-    SamplerTotals,
+    ServiceTotals,
     batch_figures,
     payload_figures,
     percentile_99,
@@ -356,7 +357,7 @@ def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> Non
 
 
 def test_sampler_sums_survive_restarts_and_start_at_the_first_observation() -> None:
-    totals = SamplerTotals({"a": {"sampled_tokens": 100.0}}, {"sampler_tokens": 7.0})
+    totals = ServiceTotals(SAMPLER_FIGURES, {"a": {"sampled_tokens": 100.0}}, {"sampler_tokens": 7.0})
     assert totals.update({"a": {"sampled_tokens": 130.0}})["sampler_tokens"] == 37.0
     assert totals.update({"a": {"sampled_tokens": 10.0}})["sampler_tokens"] == 47.0, "a restarted sampler counts from 0"
     assert totals.update({"a": {"sampled_tokens": 10.0}, "b": {"sampled_tokens": 5.0}})["sampler_tokens"] == 52.0

@@ -1,0 +1,132 @@
+"""`tandem report`: one HTML file with charts, samples and configuration of one run, or of two."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.codec import encode_group
+from tandem.protos.types import TrajectoryGroup
+from tandem.services.config import dump_recipe
+from tandem.trainer.batch.record import write_record
+from tests.support.processes import run_tandem
+from tests.support.run_inputs import recipe_of, small_values
+from tests.support.training_groups import make_batch, make_group
+
+ANSWER = "<script>alert('answer')</script> \x1b[31mred"
+
+
+def line(step: int) -> dict[str, Any]:
+    """A line of metrics.jsonl: a batch every two seconds, of which the samplers generate for 1.5 s."""
+    shares = {f"behavior_weight_share_{number}": float(number == step) for number in range(7)}
+    return {
+        "step": step,
+        "time": 1000.0 + 2 * step,
+        "seconds_claim": 0.5,
+        "seconds_train": 1.25,
+        "seconds_total": 2.0,
+        "trainer_idle_seconds": 0.5,
+        "reward_mean": 0.25 * step,
+        "staleness_mean": 1.0,
+        "staleness_counts": [1, 3],
+        "num_tokens": 4000,
+        "sampler_tokens": 6000.0 * step,
+        "sampler_busy_seconds": 1.5 * step,
+        "sampler_idle_seconds": 0.5 * step,
+        "scorer_busy_seconds": 0.5 * step,
+        "staleness_1/num_loss_tokens": 100.0,
+        **{f"staleness_1/{name}": share for name, share in shares.items()},
+    }
+
+
+def answered(group: TrajectoryGroup, text: str) -> TrajectoryGroup:
+    rows = [replace(row, trajectory=replace(row.trajectory, text=text)) for row in group.scored_rows]
+    prompt = replace(group.prompt, messages=({"role": "user", "content": "What is <b>1 + 1</b>?"},))
+    return replace(group, rows=tuple(rows), prompt=prompt)
+
+
+def make_run(folder: Path, run_id: str, *, steps: int = 3, **trainer: Any) -> Path:
+    values = small_values(folder)
+    run = folder / run_id
+    recipe = recipe_of(values, run={"run_id": run_id, "folder": str(run)}, trainer=trainer)
+    run.mkdir()
+    (run / "config.json").write_text(dump_recipe(recipe))
+    lines = [json.dumps(line(step)) + "\n" for step in range(1, steps + 1)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (run / "evaluations.jsonl").write_text('{"version": 0, "accuracy": 0.25}\n{"version": 3, "accuracy": 0.75}\n')
+    for version in range(1, steps + 1):
+        groups = [answered(make_group(index, rewards=[0.5, 0.0, 0.5, 1.0]), ANSWER) for index in range(4)]
+        batch = replace(make_batch(groups)[0], policy_version=version)
+        write_record(run, batch, {group.group_id: encode_group(group) for group in groups})
+    return run
+
+
+def report(*arguments: object) -> str:
+    """The page that the command wrote and named."""
+    done = run_tandem("report", *map(str, arguments))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(done.stdout.strip()).read_text(encoding="utf-8")
+
+
+def body_of(page: str) -> str:
+    """The page from its heading to the data of its charts, which come last."""
+    body = page.partition("<body>")[2]
+    return body[: body.rindex("<script")] if "<script" in body else body
+
+
+class Elements(HTMLParser):
+    """The addresses that the elements of a page refer to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "data")]
+
+
+def test_a_report_shows_a_run_and_needs_no_network(tmp_path: Path) -> None:
+    page = report(make_run(tmp_path, "mine"))
+    body = body_of(page)
+    for title in ("Reward", "Accuracy of evaluations", "Staleness (versions)", "Tokens per second", "Trainer"):
+        assert f"<h3>{title}</h3>" in body
+    for title in ("Scorers: share of time in which they score", "Samplers: share of time in which they generate"):
+        assert f"<h3>{title}</h3>" in body
+    assert "Importance weights π_trainer/π_sampler by staleness" in body
+    assert re.search(r'accuracy after</td><td class="number">75.0%', body)
+    assert "reward 1</span>" in body and "reward 0</span>" in body and "reward 0.5" not in body
+    assert "run_id = &#34;mine&#34;" in body
+    assert Elements(page).sources == []
+
+
+def test_text_of_a_model_is_not_markup(tmp_path: Path) -> None:
+    body = body_of(report(make_run(tmp_path, "mine")))
+    assert "<script>alert" not in body and "<b>1 + 1</b>" not in body
+    assert "&lt;script&gt;alert(&#39;answer&#39;)&lt;/script&gt;" in body and "&lt;b&gt;1 + 1&lt;/b&gt;" in body
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    mine, other = (make_run(tmp_path / name, "same", learning_rate=rate) for name, rate in (("a", 1e-4), ("b", 3e-4)))
+    page = report(mine, other, "--output", tmp_path / "both.html")
+    assert str(mine) in body_of(page) and str(other) in body_of(page), "runs of one name are told apart by folder"
+    assert "<td>trainer.learning_rate</td><td>0.0001</td><td>0.0003</td>" in body_of(page)
+
+
+def test_a_run_that_has_trained_nothing_has_a_report(tmp_path: Path) -> None:
+    body = body_of(report(make_run(tmp_path, "mine", steps=0)))
+    assert "No batch is trained yet." in body
+
+
+@pytest.mark.parametrize("arguments", [("missing",), ("mine", "missing"), ("mine", "--output", "mine/no/such/file")])
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    make_run(tmp_path, "mine")
+    places = [name if name.startswith("-") else str(tmp_path / name) for name in arguments]
+    done = run_tandem("report", *places)
+    assert done.returncode == 2 and len(done.stderr.splitlines() + done.stdout.splitlines()) == 1, done
