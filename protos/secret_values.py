@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 MASK = "***"
 
-_NO_SECRETS = ("items_key", "results_key", "score_key")  # parameters of the scorer `remote`
+_NO_SECRETS = ("items_key", "results_key", "score_key")  # parameters of the scorers `remote` and `judge`
 
 _SECRET_NAME = re.compile(
     r"[_-](keys?|token|secrets?)$|^(token|secret)$|apikey$|password|passwd|credential", re.IGNORECASE
 )
 # In a URL that is not quoted correctly a password may hold any character, so everything up to the last @ is masked.
-_CREDENTIALS = re.compile(r"(\w://[^:@]*):.*@", re.DOTALL)
+_CREDENTIALS = re.compile(r"(://[^:@]*):.*@", re.DOTALL)
 _PARAMETER = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|passwd)=)[^&\s]+", re.IGNORECASE)
 
 
