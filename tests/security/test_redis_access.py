@@ -24,19 +24,13 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.connection import RUNS, Connection
 from tandem.services.buffer.durability import check_settings
 from tandem.services.command_line import exit_code_of
+from tandem.services.commands.certs import write_certificates
 from tandem.services.reward.jobs.store import JobStore
 from tests.services.buffer import test_buffer, test_ledger_laws
 from tests.services.reward.conftest import new_store
 from tests.services.reward.jobs import test_job_store
 from tests.support import redis_ring as ring
-from tests.support.locked_redis import (
-    ACL_FILE,
-    Certificates,
-    LockedRedis,
-    locked_redis,
-    make_certificates,
-    tls_before,
-)
+from tests.support.locked_redis import ACL_FILE, LockedRedis, locked_redis, tls_before
 
 PASSWORD = "a/p@ss:w?rd#%& of the test"
 CALLED_FROM_PYTHON = {"select", "info", "time", "scan", "evalsha", "script|load", "exists", "unlink"} | {
@@ -172,19 +166,21 @@ def test_nobody_enters_without_a_password(server: LockedRedis) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates") / "ours")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    write_certificates(folder, [], 1)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def tls_url(server: LockedRedis, certificates: Certificates) -> Iterator[str]:
+def tls_url(server: LockedRedis, certificates: Path) -> Iterator[str]:
     """Where the user finds the server by TLS; the rest of the URL follows."""
     with tls_before(server.socket, certificates) as port:
         yield server.url().partition("@")[0].replace("unix://", "rediss://") + f"@127.0.0.1:{port}/1"
 
 
-def test_the_buffer_works_by_tls(tls_url: str, certificates: Certificates) -> None:
-    with closing(ring.new_run(f"{tls_url}?ssl_ca_certs={certificates.authority}")) as buffer:
+def test_the_buffer_works_by_tls(tls_url: str, certificates: Path) -> None:
+    with closing(ring.new_run(f"{tls_url}?ssl_ca_certs={certificates / 'ca.crt'}")) as buffer:
         test_ledger_laws.test_a_version_is_recorded_published_and_committed(buffer)
 
 
@@ -200,9 +196,9 @@ def fault_of(url: str) -> str:
     return line
 
 
-def test_a_wrong_authority_is_one_line(tls_url: str, certificates: Certificates, tmp_path: Path) -> None:
-    theirs = make_certificates(tmp_path / "theirs").authority
-    for url in (tls_url, f"{tls_url}?ssl_ca_certs={theirs}"):
+def test_a_wrong_authority_is_one_line(tls_url: str, certificates: Path, tmp_path: Path) -> None:
+    write_certificates(tmp_path, [], 1)
+    for url in (tls_url, f"{tls_url}?ssl_ca_certs={tmp_path / 'ca.crt'}"):
         line = fault_of(url)
         assert "its certificate is not trusted (" in line and "?ssl_ca_certs=FILE" in line
 
@@ -217,9 +213,9 @@ def test_a_file_without_a_certificate_is_one_line(tls_url: str, tmp_path: Path) 
     assert "TLS fails" in fault_of(f"{tls_url}?ssl_ca_certs={tmp_path / 'empty.pem'}")
 
 
-def test_a_wrong_password_is_one_line(server: LockedRedis, tls_url: str, certificates: Certificates) -> None:
+def test_a_wrong_password_is_one_line(server: LockedRedis, tls_url: str, certificates: Path) -> None:
     assert "refuses this user" in fault_of(server.url(password="wrong"))
-    right = f"{tls_url}?ssl_ca_certs={certificates.authority}"
+    right = f"{tls_url}?ssl_ca_certs={certificates / 'ca.crt'}"
     assert "refuses this user" in fault_of(right.replace("tandem:", "nobody:"))
 
 

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.locked_redis import locked_redis, make_certificates, tls_before
+from tandem.services.commands.certs import write_certificates
+from tests.support.locked_redis import locked_redis, tls_before
 from tests.support.whole_run import WholeRun
 
 SECRET = "rEcOgNiSaBlE"
@@ -28,13 +29,14 @@ def holders(folder: Path, secret: str) -> set[str]:
 @pytest.mark.system
 @pytest.mark.timeout(400)
 def test_a_run_keeps_the_password_of_its_redis(tmp_path: Path) -> None:
-    certificates = make_certificates(tmp_path / "certificates")
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, [], 1)
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
         locked_redis(Path(short), PASSWORD) as server,
         tls_before(server.socket, certificates) as port,
     ):
-        place = f"127.0.0.1:{port}/1?ssl_ca_certs={certificates.authority}"
+        place = f"127.0.0.1:{port}/1?ssl_ca_certs={certificates / 'ca.crt'}"
         url = f"rediss://tandem:{quote(PASSWORD, safe='')}@{place}"
         run = WholeRun(
             tmp_path,

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import redis
 from anyio.from_thread import start_blocking_portal
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from tandem.services.buffer.redis_server import find_redis_server
 from tandem.services.process import dying_with_parent
@@ -66,41 +60,13 @@ def locked_redis(folder: Path, password: str) -> Iterator[LockedRedis]:
         process.wait(10.0)
 
 
-class Certificates(NamedTuple):
-    """Files of a certificate authority, and of a server's certificate by it for localhost and 127.0.0.1."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-
-def make_certificates(folder: Path) -> Certificates:
-    """Makes a new authority and a server's certificate."""
-    folder.mkdir()
-    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("authority", "server")}
-    names = {name: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"the test's {name}")]) for name in keys}
-    files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    for name, file in (("authority", files.authority), ("server", files.certificate)):
-        builder = x509.CertificateBuilder(names["authority"], names[name], keys[name].public_key())
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(datetime.now(UTC) - timedelta(1))
-        builder = builder.not_valid_after(datetime.now(UTC) + timedelta(1))
-        builder = builder.add_extension(x509.BasicConstraints(ca=name == "authority", path_length=None), critical=True)
-        if name == "server":
-            places = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-            builder = builder.add_extension(x509.SubjectAlternativeName(places), critical=False)
-        made = builder.sign(keys["authority"], hashes.SHA256())
-        file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    form = serialization.PrivateFormat.PKCS8
-    files.key.write_bytes(keys["server"].private_bytes(serialization.Encoding.PEM, form, plain))
-    return files
-
-
 @contextmanager
-def tls_before(unix_socket: Path, certificates: Certificates) -> Iterator[int]:
-    """The port of a TLS server on 127.0.0.1 that passes everything on to a unix socket, as stunnel does."""
+def tls_before(unix_socket: Path, certificates: Path) -> Iterator[int]:
+    """The port of a TLS server on 127.0.0.1 that passes everything on to a unix socket, as stunnel does. `certificates`
+    is a folder of `tandem certs init`.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates.certificate, certificates.key)
+    context.load_cert_chain(certificates / "service.crt", certificates / "service.key")
 
     async def pass_on(outer: asyncio.StreamReader, to_outer: asyncio.StreamWriter) -> None:
         inner, to_inner = await asyncio.open_unix_connection(unix_socket)
