@@ -91,22 +91,20 @@ class SamplerState(_message.Message):
     def __init__(self, paused: _Optional[bool] = ..., groups_in_flight: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
-    __slots__ = ("host", "port", "group_name", "first_rank", "world_size", "backend", "timeout_seconds")
+    __slots__ = ("host", "group_name", "first_rank", "world_size", "backend", "timeout_seconds")
     HOST_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
     GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     host: str
-    port: int
     group_name: str
     first_rank: int
     world_size: int
     backend: str
     timeout_seconds: float
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., group_name: _Optional[str] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, host: _Optional[str] = ..., group_name: _Optional[str] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class JoinWeightGroupReply(_message.Message):
     __slots__ = ()

@@ -267,10 +267,9 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupAddress:
-    """Address at which the ranks of a weight group connect: the sender's store, and the group's name in that store."""
+    """The sender's host, towards which the ranks of a weight group connect, and the group's name in the run's store."""
 
     host: str
-    port: int
     group_name: str
     world_size: int
     backend: str

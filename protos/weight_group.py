@@ -3,7 +3,7 @@
 A bucket is sent as one broadcast of its bytes and their 32-byte digest. The digest is computed on the device that holds
 the bytes, in integer arithmetic with the same result on every device: about 1 GB/s on one CPU core, memory speed on a
 GPU. It detects faults (a truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the
-trusted network of the run.
+trusted network of the run. The ranks find one another in a store that they are given, which must be closed to others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress
 
 DIGEST_BYTES = 32
@@ -32,6 +33,7 @@ _MULTIPLIER = -7046029254386353131  # 2^64/φ as a signed number, so neighbourin
 _OFFSET = 0x5851F42D4C957F2D
 _ROWS_AT_ONCE = {"cpu": 16}  # 512 KiB stays in the cache of a core
 _ROWS_AT_ONCE_ELSEWHERE = 2048
+_ANY_PORT = 9
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:
@@ -161,59 +163,27 @@ _IPC_NUMBERS = (
 )
 
 
-class WeightGroupStore:
-    """The sender's store. It listens at once, so its address can be sent before any rank connects."""
-
-    def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, 0), family=family)  # TCPStore's own listens on every interface
-        except OSError as error:
-            raise EnvironmentLackError(f"cannot listen on {host} for the weight group: {error}") from error
-        self.store = dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self.address = WeightGroupAddress(host, self.store.port, group_name, world_size, backend)
-
-    def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:
-        """Rank 0's group, once every other rank has connected. Raises WeightTransferError at the deadline."""
-        return WeightGroup(self.address, 0, device, timeout_seconds, self.store)
-
-
 class WeightGroup:
-    """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives. Raises
-    WeightTransferError if a rank did not connect before the deadline, and EnvironmentLackError if this torch build
-    lacks the backend.
+    """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives. All ranks open the
+    same store. Raises WeightTransferError if a rank did not connect before the deadline, and EnvironmentLackError if
+    this torch build lacks the backend.
     """
 
     def __init__(
-        self,
-        address: WeightGroupAddress,
-        rank: int,
-        device: torch.device,
-        timeout_seconds: float,
-        store: dist.TCPStore | None = None,
+        self, address: WeightGroupAddress, rank: int, device: torch.device, timeout_seconds: float, store: StoreSource
     ) -> None:
         self.address = address
         self.device = device
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            self._store = store or dist.TCPStore(
-                address.host, address.port, address.world_size, is_master=False, timeout=timeout
-            )
+            self._store = store.open()  # held, because torch does not keep a store written in Python alive
             scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
             self._group = _process_group(address, scoped, rank, device, timeout)
         except RuntimeError as error:  # torch's DistError and its timeouts are RuntimeErrors
             raise WeightTransferError(
-                f"weight group {address.group_name} of {address.world_size} ranks at {address.host}:{address.port} "
-                f"did not come together within {timeout_seconds:g} s: {_first_line(error)}"
+                f"weight group {address.group_name} of {address.world_size} ranks around {address.host} did not come "
+                f"together within {timeout_seconds:g} s: {_first_line(error)}"
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
@@ -249,7 +219,7 @@ def _process_group(
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._threads = 2
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(address.host, address.port))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(address.host))]
         return dist.ProcessGroupGloo(store, rank, address.world_size, options)
     if address.backend == "nccl":
         if not hasattr(dist, "ProcessGroupNCCL") or device.type != "cuda":
@@ -275,10 +245,13 @@ def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def _local_address(host: str, port: int) -> str:
+def _local_address(host: str) -> str:
     """This machine's address on the route to the sender. Gloo would resolve the host name; in containers that fails."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
-        probe.connect((host, port))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, _ANY_PORT))  # UDP: nothing is sent
+        except OSError as error:
+            raise WeightTransferError(f"the sender's host {host} cannot be reached from here: {error}") from error
         return str(probe.getsockname()[0])
 
 

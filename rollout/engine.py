@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import psutil
 
 from tandem.protos.errors import EnvironmentLackError, ModelError
+from tandem.protos.store_source import StoreSource
 from tandem.rollout.config import RolloutConfig, engine_names
 from tandem.rollout.sampler import Sampler
 
@@ -33,6 +34,8 @@ class SamplerArguments:
     """The trainer uses the same GPU, so the KV cache takes only `config.kv_cache_bytes`."""
     rows_per_group: int = 0
     """Trajectories of a group that are sampled at the same time. 0: `config.samples_per_prompt`."""
+    group_store: StoreSource | None = None
+    """Where weight groups meet; None: the sampler joins none."""
 
     @property
     def max_rows(self) -> int:

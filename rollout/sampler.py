@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tandem.protos.errors import DataError, WeightTransferError, error_class
 from tandem.protos.manifest import encode_manifest
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import (
     FinishReason,
     SamplingParameters,
@@ -98,8 +99,11 @@ class Tokenizer(Protocol):
 class Sampler(ABC):
     """One running engine. All methods belong to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_model_tokens: int, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_model_tokens: int, seed: int, group_store: StoreSource | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._group_store = group_store
         self._max_model_tokens = max_model_tokens
         self._seed = seed
         self._version = NO_VERSION
@@ -195,8 +199,10 @@ class Sampler(ABC):
 
         Raises WeightTransferError if not all ranks connect before the deadline.
         """
+        assert self._group_store is not None, "a sampler without a store joins no group"
+        arguments = {"address": asdict(address), "first_rank": first_rank, "store": self._group_store}
         async with self._update_lock:
-            await self._transfer("join", {"address": asdict(address), "first_rank": first_rank}, timeout_seconds)
+            await self._transfer("join", arguments, timeout_seconds)
 
     async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
         """Receives a version during generation and applies it between two engine steps. Running requests keep their KV.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from tandem.protos.errors import TandemError, WeightTransferError
 from tandem.protos.manifest import bucket_file, decode_manifest
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     WeightGroup,
@@ -86,10 +87,15 @@ class StagedReceiver:
         self._base = BaseWeights(folder)
         self._staged: list[tuple[str, torch.Tensor]] = []
 
-    def start_join(self, address: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
-        """Starts to join a `WeightGroupAddress` as rank `first_rank` + this worker's; leaves the previous group."""
-        group, rank = WeightGroupAddress(**address), first_rank + self._rank
-        self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank))
+    def start_join(
+        self, address: Mapping[str, Any], first_rank: int, store: Sequence[Any], timeout_seconds: float
+    ) -> None:
+        """Starts to join a `WeightGroupAddress` as rank `first_rank` + this worker's; leaves the previous group.
+
+        `store` is a `StoreSource`, or the sequence that it becomes on its way to an engine's process.
+        """
+        group, rank, source = WeightGroupAddress(**address), first_rank + self._rank, StoreSource(*store)
+        self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank, source))
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:
         """Starts to stage a version. A staged version that was not applied is dropped."""
@@ -119,12 +125,12 @@ class StagedReceiver:
         self._transfer = _Transfer(timeout_seconds, run)
         self._transfer.start()
 
-    def _join(self, transfer: _Transfer, address: WeightGroupAddress, rank: int) -> None:
+    def _join(self, transfer: _Transfer, address: WeightGroupAddress, rank: int, store: StoreSource) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
         device = torch.device("cpu") if address.backend == "gloo" else self._device
-        self._group = WeightGroup(address, rank, device, transfer.seconds_left)
+        self._group = WeightGroup(address, rank, device, transfer.seconds_left, store)
 
     def _receive(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> None:
         self._staged = []

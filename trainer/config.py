@@ -48,10 +48,9 @@ class TrainerConfig(AlgorithmConfig):
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes on this machine, one per GPU, or CPU processes."""
     num_nodes: Annotated[int, Field(ge=1)] = 1
-    """Machines that the trainer runs on; with more than 1, `tandem serve trainer` on each joins torchrun's rendezvous.
+    """Machines that the trainer runs on. With more than 1, run `tandem serve trainer` on each, with `run.host` set to
+    an address of that machine, over which the ranks connect. They find one another in the run's Redis.
     """
-    rendezvous: str = ""
-    """`host:port` of torchrun's rendezvous, needed when num_nodes > 1."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
     """DeepSpeed's ZeRO stage; `fsdp` partitions like stage 3 and accepts no other."""
     offload_optimizer: bool = False

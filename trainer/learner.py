@@ -48,7 +48,7 @@ _FINAL_RATE = 0.1
 
 
 class Learner(Rank):
-    """One of `world_size` ranks as given by torchrun's environment variables (without them, the only one).
+    """One of `world_size` ranks as given by environment variables (without them, the only one).
 
     `optimizer_step` counts the policy's optimizer steps without skipped ones. `packing` is how new batches are planned;
     a recorded batch is trained with the packing of its plan.

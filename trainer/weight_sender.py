@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tandem.protos.errors import EnvironmentLackError, WeightTransferError
+from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, with_base
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     WeightGroup,
-    WeightGroupStore,
     bucket_tensors,
     empty_bucket,
     export_cuda_bucket,
@@ -74,12 +74,21 @@ class WeightSender:
 
     With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
     folder. A sampler with another base, or none, receives the base with the copy.
+
+    `store` is where its groups meet; None if it opens no group.
     """
 
     def __init__(
-        self, source: WeightSource, *, bucket_bytes: int, device: torch.device = _CPU, adapters: Adapters | None = None
+        self,
+        source: WeightSource,
+        *,
+        bucket_bytes: int,
+        device: torch.device = _CPU,
+        adapters: Adapters | None = None,
+        store: StoreSource | None = None,
     ) -> None:
         self._source = source
+        self._store = store
         self._device = device
         self._adapters = adapters
         self._gather = source.gather if adapters is None else adapters.gather_factors
@@ -88,7 +97,7 @@ class WeightSender:
         self._base = () if adapters is None else plan_buckets(specs, bucket_bytes)
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._copy: WeightCopy | None = None
-        self._group_store: WeightGroupStore | None = None
+        self._prepared: WeightGroupAddress | None = None
         self._group: WeightGroup | None = None
         self._exported: list[torch.Tensor] = []
 
@@ -122,20 +131,20 @@ class WeightSender:
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
 
-    def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> WeightGroupAddress:
-        """Rank 0: closes the open group and listens for a new one of `world_size` ranks, including itself.
+    def prepare(self, host: str, world_size: int, backend: str) -> WeightGroupAddress:
+        """Rank 0: closes the open group and names a new one of `world_size` ranks, including itself.
 
         It returns at once so that the samplers can be told where to join; `connect` waits for them.
         """
         self.close()
-        self._group_store = WeightGroupStore(host, f"weights-{uuid4().hex[:12]}", world_size, backend, timeout_seconds)
-        return self._group_store.address
+        self._prepared = WeightGroupAddress(host, f"weights-{uuid4().hex[:12]}", world_size, backend)
+        return self._prepared
 
     def connect(self, timeout_seconds: float) -> None:
         """Rank 0: waits for every rank of the prepared group. Raises WeightTransferError at the deadline."""
-        assert self._group_store is not None, "prepare comes before connect"
-        device = self._device if self._group_store.address.backend == "nccl" else _CPU
-        self._group = self._group_store.connect(device, timeout_seconds)
+        assert self._prepared is not None, "prepare comes before connect"
+        device = self._device if self._prepared.backend == "nccl" else _CPU
+        self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
         """All ranks: gathers every bucket. Rank 0 sends it over the open group, if there is one, and keeps it.
@@ -204,18 +213,16 @@ class WeightSender:
         checks `finished`.
         """
         copy = self._copy_to_send(brings_base)
-        group_store = WeightGroupStore(
-            host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds
-        )
+        address = WeightGroupAddress(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo")
 
         def serve() -> None:
             # The sampler's own reply tells of a failure.
-            with suppress(WeightTransferError), closing(group_store.connect(_CPU, timeout_seconds)) as group:
+            with suppress(TandemError), closing(self._connect(address, _CPU, timeout_seconds)) as group:
                 for buffer in copy.buffers:
                     group.broadcast(buffer, timeout_seconds)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
-        return CopyTransfer(group_store.address, replace(copy.manifest, backend="gloo", location=""))
+        return CopyTransfer(address, replace(copy.manifest, backend="gloo", location=""))
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy atomically as safetensors, one file per bucket, and returns its `disk` manifest.
@@ -237,7 +244,11 @@ class WeightSender:
         """Rank 0: closes the open group, if any; its samplers notice at once."""
         if self._group is not None:
             self._group.close()
-        self._group = self._group_store = None
+        self._group = self._prepared = None
+
+    def _connect(self, address: WeightGroupAddress, device: torch.device, timeout_seconds: float) -> WeightGroup:
+        assert self._store is not None, "a sender without a store opens no group"
+        return WeightGroup(address, 0, device, timeout_seconds, self._store)
 
     def _copy_to_send(self, brings_base: bool) -> WeightCopy:
         if not brings_base:

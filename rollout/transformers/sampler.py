@@ -57,7 +57,12 @@ class TransformersSampler(Sampler):
     def __init__(self, arguments: SamplerArguments) -> None:
         model, tokenizer = _load(arguments)
         language_model = LanguageModel(model, tokenizer)
-        super().__init__(tokenizer, max_model_tokens=arguments.max_model_tokens, seed=arguments.seed)
+        super().__init__(
+            tokenizer,
+            max_model_tokens=arguments.max_model_tokens,
+            seed=arguments.seed,
+            group_store=arguments.group_store,
+        )
         self._parameters = dict(model.named_parameters())
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._receiver = StagedReceiver(

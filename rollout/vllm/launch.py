@@ -93,6 +93,7 @@ def _prepare_environment(on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of an engine are on one machine
     if on_cpu:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling one small kernel would take 19 s
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker runs in the engine's process

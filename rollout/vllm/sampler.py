@@ -32,7 +32,7 @@ async def start_sampler(arguments: SamplerArguments) -> Sampler:
     except BaseException:
         folder.close()
         raise
-    sampler = VllmSampler(llm, folder, max_model_tokens=arguments.max_model_tokens, seed=arguments.seed)
+    sampler = VllmSampler(llm, folder, arguments)
     try:
         # Nothing is staged. This stamps the weights as NO_VERSION and fails if the plugin is missing.
         await sampler._apply_staged_weights(*NO_VERSION)
@@ -47,8 +47,13 @@ async def start_sampler(arguments: SamplerArguments) -> Sampler:
 class VllmSampler(Sampler):
     """Talks to the engine's process; rollout/vllm/plugin.py adds the calls that vLLM's EngineCore lacks."""
 
-    def __init__(self, llm: AsyncLLM, folder: EngineFolder, *, max_model_tokens: int, seed: int) -> None:
-        super().__init__(llm.get_tokenizer(), max_model_tokens=max_model_tokens, seed=seed)
+    def __init__(self, llm: AsyncLLM, folder: EngineFolder, arguments: SamplerArguments) -> None:
+        super().__init__(
+            llm.get_tokenizer(),
+            max_model_tokens=arguments.max_model_tokens,
+            seed=arguments.seed,
+            group_store=arguments.group_store,
+        )
         self._llm = llm
         self._folder = folder
 

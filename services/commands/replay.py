@@ -23,7 +23,7 @@ from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.metrics import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
-from tandem.services.trainer.launch import run_local_ranks
+from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.recovery import check_world_size
 from tandem.services.trainer.service import make_learner
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions

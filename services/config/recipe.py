@@ -184,8 +184,6 @@ class Recipe(Options):
             raise ValueError("data.train_file is missing")
         if self.data.train_file and self.data.train:
             raise ValueError("data.train_file and data.train exclude each other; give one of them")
-        if self.trainer.num_nodes > 1 and not self.trainer.rendezvous:
-            raise ValueError("trainer.num_nodes > 1 needs trainer.rendezvous (host:port)")
         if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
             raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
         if self.trainer.tokens_per_micro_batch < self.max_model_tokens:

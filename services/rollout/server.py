@@ -80,10 +80,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupReply:
-        group = (request.group_name, request.world_size, request.backend)
-        if not (0 < request.port < 1 << 16 and 0 < request.first_rank < request.world_size <= _MOST_RANKS):
-            raise DataError(f"port {request.port}, rank {request.first_rank} of {request.world_size}: no such place")
-        address = WeightGroupAddress(request.host, request.port, *group)
+        if not 0 < request.first_rank < request.world_size <= _MOST_RANKS:
+            raise DataError(f"rank {request.first_rank} of {request.world_size}: no such place")
+        address = WeightGroupAddress(request.host, request.group_name, request.world_size, request.backend)
         await self.engine.join_weight_group(address, request.first_rank, _time_limit(request.timeout_seconds))
         return rollout_pb2.JoinWeightGroupReply()
 

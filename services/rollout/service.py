@@ -23,6 +23,7 @@ from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer, Claim
+from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
@@ -170,6 +171,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         seed=recipe.run.seed,
         shares_gpu=recipe.weights.backend == "ipc",
         rows_per_group=recipe.rows_per_group,
+        group_store=redis_store(redis_url, recipe.run.run_id, "weights"),
     )
     async with AsyncExitStack() as stack:
         # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.

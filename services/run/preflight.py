@@ -11,10 +11,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
+from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
@@ -148,9 +150,20 @@ def check_backend(recipe: Recipe) -> None:
         keys = "trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size"
         fault = f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}"
         raise ConfigError(f"{fault}; lower these, or share one GPU with weights.backend=ipc")
-    if recipe.trainer.num_nodes > 1 and not external_redis_url(recipe):
+    if recipe.trainer.num_nodes > 1:
+        _check_nodes(recipe)
+
+
+def _check_nodes(recipe: Recipe) -> None:
+    """Checks that the machines of a trainer can reach Redis and one another."""
+    redis_url = external_redis_url(recipe)
+    if not redis_url:
         fault = "trainer.num_nodes > 1 needs a Redis that every machine reaches"
         raise ConfigError(f"{fault}; set run.redis_url or TANDEM_REDIS_URL, an embedded one listens on a unix socket")
+    redis_host = urlsplit(redis_url).hostname
+    if is_loopback(recipe.run.host) and redis_host is not None and not is_loopback(redis_host):
+        fault = f"trainer.num_nodes > 1, and run.host={recipe.run.host} cannot be reached from other machines"
+        raise ConfigError(f"{fault}; set it on each machine to its own address, e.g. run.host=10.0.0.1")
 
 
 def check_ports(recipe: Recipe) -> None:

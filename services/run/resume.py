@@ -21,7 +21,7 @@ _KEYS = {
     "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size max_groups_in_flight "
     "kv_cache_bytes gpu_memory_fraction lease_seconds port",
     # Micro-batches are in the record, too.
-    "trainer": "rendezvous tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
+    "trainer": "tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
     "keep_checkpoints export_every evaluate_every collective_timeout_seconds port",
     # Not bucket_bytes: a replay compares digests that are computed per bucket.
     "weights": "backend deadline_seconds",

@@ -144,7 +144,7 @@ class Publisher:
     def _open_group(self, links: Sequence[SamplerLink], timeout_seconds: float) -> list[SamplerLink]:
         """Opens a group for all these samplers and returns those that joined. The group is open only if all joined."""
         world_size = 1 + sum(link.sampler.tensor_parallel_size for link in links)
-        address = self._sender.prepare(self._host, world_size, self._backend, timeout_seconds)
+        address = self._sender.prepare(self._host, world_size, self._backend)
         self._group_name = address.group_name
         calls = []
         first_rank = 1

@@ -15,8 +15,10 @@ from typing import NoReturn
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
@@ -45,7 +47,7 @@ def main(recipe: Recipe, redis_url: str) -> NoReturn:
 
 def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     """Trains as the rank given by the environment. Returns False if it was stopped before the end."""
-    learner, sender = make_learner(recipe)
+    learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
@@ -57,8 +59,8 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         return Trainer(recipe, buffer, learner, sender, rank_zero).run()
 
 
-def make_learner(recipe: Recipe) -> tuple[Learner, WeightSender]:
-    """The learner of the rank given by the environment, and the sender of its weights."""
+def make_learner(recipe: Recipe, group_store: StoreSource | None = None) -> tuple[Learner, WeightSender]:
+    """The learner of the rank given by the environment, and the sender of its weights, which needs a store to send."""
     learner = Learner(
         recipe.trainer,
         model_path=recipe.model.path,
@@ -67,7 +69,9 @@ def make_learner(recipe: Recipe) -> tuple[Learner, WeightSender]:
         max_response_tokens=recipe.rollout.max_response_tokens,
     )
     bucket_bytes, adapters = recipe.weights.bucket_bytes, learner.broadcast_adapters
-    return learner, WeightSender(learner, bucket_bytes=bucket_bytes, device=learner.device, adapters=adapters)
+    return learner, WeightSender(
+        learner, bucket_bytes=bucket_bytes, device=learner.device, adapters=adapters, store=group_store
+    )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.weight_group import bucket_digest, export_cuda_bucket, import_cuda_bucket
 from tandem.rollout.weight_receiver import StagedReceiver
+from tandem.services.buffer.store_source import redis_store
 from tandem.services.commands.doctor import RECORDS, check_backends
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import TIMEOUT, Tensors, equal, wait
@@ -44,14 +45,15 @@ def test_doctor_reads_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_transfers_all_tensors_between_two_gpus() -> None:
+def test_nccl_transfers_all_tensors_between_two_gpus(redis_url: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
     source = Tensors()
-    sender = WeightSender(source, bucket_bytes=400, device=torch.device("cuda", 0))
+    store = redis_store(redis_url, "weights", "nccl")
+    sender = WeightSender(source, bucket_bytes=400, device=torch.device("cuda", 0), store=store)
     receiver = StagedReceiver(torch.device("cuda", 1), 0, source.shapes(), frozenset())
-    address = sender.prepare("127.0.0.1", 2, "nccl", START_SECONDS)
-    receiver.start_join(asdict(address), 1, START_SECONDS)
+    address = sender.prepare("127.0.0.1", 2, "nccl")
+    receiver.start_join(asdict(address), 1, store, START_SECONDS)
     sender.connect(START_SECONDS)
     assert wait(receiver, START_SECONDS + TIMEOUT)["error"] is None
     for version in range(2):

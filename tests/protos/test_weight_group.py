@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,11 +26,10 @@ from tandem.protos.manifest import (
     plan_buckets,
     weights_digest,
 )
-from tandem.protos.types import BucketSpec, WeightManifest
+from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
     WeightGroup,
-    WeightGroupStore,
     bucket_digest,
     bucket_tensors,
     check_bucket,
@@ -42,6 +40,7 @@ from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer import weight_sender
 from tandem.trainer.weight_sender import WeightSender
+from tests.support.memory_store import IN_MEMORY
 
 CPU = torch.device("cpu")
 TIMEOUT = 10.0
@@ -93,9 +92,9 @@ def equal(received: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tens
 
 
 def connected(sender: WeightSender, receivers: Sequence[StagedReceiver]) -> str:
-    address = sender.prepare("127.0.0.1", 1 + len(receivers), "gloo", TIMEOUT)
+    address = sender.prepare("127.0.0.1", 1 + len(receivers), "gloo")
     for number, receiver in enumerate(receivers):
-        receiver.start_join(asdict(address), 1 + number, TIMEOUT)
+        receiver.start_join(asdict(address), 1 + number, IN_MEMORY, TIMEOUT)
     sender.connect(TIMEOUT)
     for receiver in receivers:
         assert wait(receiver)["error"] is None
@@ -134,7 +133,7 @@ class Pair:
     def copy(self, sender: WeightSender | None = None, **options: bool) -> WeightManifest:
         """Sends the copy to the receiver, as to a late joiner."""
         offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, **options)
-        self.receiver.start_join(asdict(offer.address), 1, TIMEOUT)
+        self.receiver.start_join(asdict(offer.address), 1, IN_MEMORY, TIMEOUT)
         assert wait(self.receiver)["error"] is None
         self.group = offer.address.group_name
         self.start(offer.manifest)
@@ -143,7 +142,8 @@ class Pair:
 
 @pytest.fixture
 def pair(source: Tensors) -> Iterator[Pair]:
-    pair = Pair(WeightSender(source, bucket_bytes=400), StagedReceiver(CPU, 0, source.shapes(), frozenset()))
+    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY)
+    pair = Pair(sender, StagedReceiver(CPU, 0, source.shapes(), frozenset()))
     yield pair
     pair.sender.close()
 
@@ -284,8 +284,8 @@ def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors,
 
 
 def test_no_peer_waits_beyond_the_deadline(pair: Pair) -> None:
-    address = pair.sender.prepare("127.0.0.1", 3, "gloo", 1.0)
-    pair.receiver.start_join(asdict(address), 1, 1.0)
+    address = pair.sender.prepare("127.0.0.1", 3, "gloo")
+    pair.receiver.start_join(asdict(address), 1, IN_MEMORY, 1.0)
     with pytest.raises(WeightTransferError, match="3 ranks"):
         pair.sender.connect(1.0)
     assert error(pair.receiver, 3.0)[0] == "WeightTransferError"
@@ -363,20 +363,19 @@ def test_a_full_disk_is_reported_and_leaves_no_unfinished_folder(
     assert list(folder.parent.iterdir()) == []
 
 
-def test_the_store_listens_on_its_host_alone() -> None:
-    group_store = WeightGroupStore("127.0.0.1", "private", 2, "gloo", TIMEOUT)
-    listening = {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections() if c.status == "LISTEN"}
-    assert {ip for ip, port in listening if port == group_store.address.port} == {"127.0.0.1"}
-
-
 def test_rank_0_may_join_after_the_others() -> None:
-    group_store = WeightGroupStore("127.0.0.1", "late", 2, "gloo", TIMEOUT)
+    address = WeightGroupAddress("127.0.0.1", "late", 2, "gloo")
     joined: list[WeightGroup] = []
-    thread = threading.Thread(target=lambda: joined.append(WeightGroup(group_store.address, 1, CPU, TIMEOUT)))
+    thread = threading.Thread(target=lambda: joined.append(WeightGroup(address, 1, CPU, TIMEOUT, IN_MEMORY)))
     thread.start()
     time.sleep(0.2)
-    group = group_store.connect(CPU, TIMEOUT)
+    group = WeightGroup(address, 0, CPU, TIMEOUT, IN_MEMORY)
     thread.join(TIMEOUT)
     assert joined
     group.close()
     joined[0].close()
+
+
+def test_a_host_that_cannot_be_reached_is_reported() -> None:
+    with pytest.raises(WeightTransferError, match=r"no\.such\.host\.invalid cannot be reached"):
+        WeightGroup(WeightGroupAddress("no.such.host.invalid", "lost", 2, "gloo"), 0, CPU, TIMEOUT, IN_MEMORY)

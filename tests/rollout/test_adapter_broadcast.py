@@ -22,6 +22,7 @@ from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import Pair, error, wait
 from tests.services.trainer.test_publisher import FakeSampler, Ring
 from tests.support.adapter_policy import ALPHA, RANK, AdapterPolicy
+from tests.support.memory_store import IN_MEMORY
 from tests.support.tiny_model import build_tiny_model
 from tests.support.trainer_ring import make_recipe, make_run
 from tests.support.waiting import eventually
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_sender(policy: AdapterPolicy, bucket_bytes: int = 4 << 10) -> WeightSender:
-    return WeightSender(policy, bucket_bytes=bucket_bytes, adapters=policy.adapters)
+    return WeightSender(policy, bucket_bytes=bucket_bytes, adapters=policy.adapters, store=IN_MEMORY)
 
 
 def make_receiver(folder: Path | None, expected: Path | None = None) -> StagedReceiver:
@@ -244,7 +245,7 @@ class Samplers(Ring):
         self.samplers: list[FakeSampler] = []
 
     def based_sampler(self, sampler_id: str, folder: Path | None) -> FakeSampler:
-        sampler = FakeSampler(self.buffer, sampler_id, make_receiver(folder))
+        sampler = FakeSampler(self.buffer, sampler_id, IN_MEMORY, make_receiver(folder))
         self.samplers.append(sampler)
         return sampler
 

@@ -13,6 +13,7 @@ from tandem.protos.errors import UnavailableError
 from tandem.protos.types import SamplingParameters
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, remove_leftovers
+from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
@@ -40,13 +41,15 @@ def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
     """Killed workers also leave no shared memory behind."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise vLLM requires a NUMA node per worker
     folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
     config = CONFIG.model_copy(update={"tensor_parallel_size": 2})
-    engine = EngineProcess(SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3))
+    store = redis_store(redis_url, "parallel", "weights")
+    arguments = SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    engine = EngineProcess(arguments)
     try:
         ring = AdapterRing(engine, AdapterPolicy(folder))
         ring.join(tensor_parallel_size=2)

@@ -20,6 +20,7 @@ class EngineProcess:
     """Calls a `Sampler`'s methods by name: `submit` returns a future, `call` waits for it. Also a context manager."""
 
     def __init__(self, arguments: SamplerArguments) -> None:
+        self.group_store = arguments.group_store
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._futures: dict[int, Future[Any]] = {}

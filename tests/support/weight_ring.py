@@ -55,13 +55,13 @@ class Ring:
     def __init__(self, engine: EngineProcess, policy: Any, bucket_bytes: int, adapters: Any = None) -> None:
         self.engine = engine
         self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes, adapters=adapters)
+        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes, adapters=adapters, store=engine.group_store)
         self.models: dict[int, Qwen2ForCausalLM] = {}
         self.version: int = engine.call("policy_version")
         self.group_name = ""
 
     def join(self, tensor_parallel_size: int = 1) -> None:
-        address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
+        address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo")
         joined = self.engine.submit("join_weight_group", address, 1, TIMEOUT)
         self.sender.connect(TIMEOUT)
         joined.result(TIMEOUT)

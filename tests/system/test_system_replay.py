@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -99,20 +99,21 @@ def test_only_adapters_are_broadcast_even_after_kills(tmp_path: Path) -> None:
 
 
 def test_a_trainer_runs_on_two_hosts(tmp_path: Path) -> None:
-    """Two torchrun agents on this machine that meet at a rendezvous and share only Redis and the run folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    """Two launchers on this machine that share only Redis and the run folder. A rank is killed; both start anew."""
     redis = start_redis(tmp_path / "shared")
-    trainer = {"num_nodes": 2, "rendezvous": rendezvous}
+    trainer = {"num_nodes": 2, "checkpoint_every": 2}
     run = WholeRun(tmp_path, trainer=trainer, run={**SHORT["run"], "redis_url": redis.url}, rollout=SHORT["rollout"])
     supervisor = run.start("run", str(run.recipe))
     other = run.start("serve", "trainer", str(run.recipe))
     try:
+        run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+        (rank,) = psutil.Process(other.pid).children()
+        rank.kill()
         assert supervisor.wait(200) == 0, (run.scratch / "run.out").read_text()[-3000:] + run.logs()
         assert other.wait(30) == 0
         assert run.summary()["train_steps"] == 5
-        check_asynchronous(run)
+        said = (run.folder / "logs" / "trainer.log").read_text() + (run.scratch / "run.out").read_text()
+        assert "ended with exit code -9" in said and said.count("starts ranks as machine") == 4
         check_replay(run)
     finally:
         for process in (supervisor, other):

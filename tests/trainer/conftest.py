@@ -84,7 +84,7 @@ def ranks(
     request: pytest.FixtureRequest, model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:
     """All scenarios of two or of four ranks. Workers of pytest-xdist share one run, because its start takes long."""
-    from tandem.services.trainer.launch import run_local_ranks
+    from tandem.services.trainer.ranks import run_local_ranks
 
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"ranks{request.param}"

@@ -72,7 +72,7 @@ class Backend(Protocol):
     """The functions of a module `tandem.trainer.backend.<name>.engine`."""
 
     def join_process_group(self, timeout_seconds: float) -> torch.device:
-        """Joins the ranks given by torchrun's variables (else a group of one) and returns this rank's device."""
+        """Joins the ranks given by the environment (else a group of one) and returns this rank's device."""
 
     def leave_process_group(self) -> None:
         """Closes the process group, so that the process can end or join another one."""

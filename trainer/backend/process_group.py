@@ -10,31 +10,32 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from tandem.trainer.backend.registry import STORE_FILE
+from tandem.protos.store_source import StoreSource
+from tandem.trainer.backend.registry import RANK_STORE
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_stores: list[distributed.Store] = []  # torch does not keep a store written in Python alive
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:
     """Joins the other ranks that the environment names (`RANK_VARIABLES`; a group of one without them) and returns
     this rank's device.
 
-    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them). The ranks of one
-    machine meet in a file, and gloo listens on loopback.
+    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them). If all ranks are on
+    one machine, gloo listens on loopback.
     """
     # torch warns at every collective.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     device = _device()
     if not distributed.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_seconds)
-        if is_alone() or STORE_FILE in os.environ:
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             # Not so for NCCL: the weight group of this process may reach samplers on other machines.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-            store = distributed.HashStore() if is_alone() else distributed.FileStore(os.environ[STORE_FILE], world_size)
-            distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        else:
-            distributed.init_process_group(backend, timeout=timeout)
+        store = distributed.HashStore() if is_alone() else StoreSource.from_json(os.environ[RANK_STORE]).open()
+        _stores[:] = [store]
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 
@@ -42,6 +43,7 @@ def leave_process_group() -> None:
     """Closes the process group, so that the process can end or join another one."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    _stores.clear()
 
 
 def is_alone() -> bool:

@@ -12,9 +12,9 @@ from tandem.trainer.config import TrainerConfig
 if TYPE_CHECKING:
     from tandem.trainer.backend.base import Backend
 
-STORE_FILE = "TANDEM_RANK_STORE"
-"""File in which the ranks of one machine meet. Without it they meet at torchrun's MASTER_ADDR and MASTER_PORT."""
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE}
+RANK_STORE = "TANDEM_RANK_STORE"
+"""The variable that holds the `StoreSource` of the ranks as JSON."""
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RANK_STORE}
 """The environment variables that make a process a rank."""
 
 

@@ -15,6 +15,7 @@ from tandem.protos.errors import MissingBaseWeightsError, WeightTransferError
 from tandem.protos.types import SamplingParameters, Trajectory, VersionSpan
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments
+from tandem.services.buffer.store_source import redis_store
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
@@ -28,11 +29,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, engine_name: str) -> Iterator[EngineProcess]:
+def engine(model: Path, engine_name: str, redis_url: str) -> Iterator[EngineProcess]:
     """One engine for both kinds of updates, because its start takes longer than the tests."""
     torch.set_num_threads(1)
     config = RolloutConfig(engine=engine_name, kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
-    with EngineProcess(SamplerArguments(config, str(model), "float32", max_model_tokens=512, seed=3)) as engine:
+    store = redis_store(redis_url, "contract", f"weights-{engine_name}")
+    arguments = SamplerArguments(config, str(model), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments) as engine:
         yield engine
 
 
@@ -171,7 +174,7 @@ def test_adapters_agree_with_transformers_and_with_merged_weights(adapters: Adap
         adapters.update()
         assert adapters.agrees()
     alone = adapters.sample(range(5, 25), 4, SHORT, key="same").result(60)
-    whole = WeightSender(adapters.policy, bucket_bytes=64 << 10)
+    whole = WeightSender(adapters.policy, bucket_bytes=64 << 10, store=adapters.engine.group_store)
     whole.broadcast(whole.manifest(1, adapters.version, "gloo"), TIMEOUT)
     adapters.catch_up(sender=whole)
     merged = adapters.sample(range(5, 25), 4, SHORT, key="same").result(60)

@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from tandem.services.cli import app
 from tandem.services.config import dump_recipe, parse_recipe
-from tandem.services.trainer.launch import torchrun_arguments
 from tests.services.test_imports import COMMANDS
 from tests.support.paths import ROOT
 from tests.support.processes import MARK, carriers
@@ -153,19 +152,6 @@ def test_data_check_reports_the_faults_of_a_file(tandem: Tandem, tmp_path: Path)
     file.write_text(file.read_text() + "{}\n")
     assert tandem("data", "check", str(file)).returncode == 1
     assert "no such file" in complaint(tandem("data", "check", str(tmp_path / "gone")))
-
-
-def option(arguments: list[str], name: str) -> str:
-    return arguments[arguments.index(name) + 1]
-
-
-def test_ranks_of_several_machines_meet_at_the_address_in_the_recipe(tmp_path: Path) -> None:
-    recipe = recipe_of(small_values(tmp_path), trainer={"num_nodes": 2, "rendezvous": "head:29400"})
-    arguments = torchrun_arguments(recipe, ["config.json"])
-    assert option(arguments, "--nnodes") == "2" and option(arguments, "--rdzv-endpoint") == "head:29400"
-    assert int(option(arguments, "--max-restarts")) > 0
-    assert option(arguments, "--log-dir") == os.devnull, "torchrun would leave folders in /tmp"
-    assert arguments[-5:] == ["--module", "tandem.services.cli", "serve", "trainer", "config.json"]
 
 
 # --- bad input

@@ -23,6 +23,7 @@ from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import Trajectory, VersionSpan
 from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
@@ -94,7 +95,8 @@ def ring(
     served = Served(folder, redis_url, folder / "config.json", temporary)
     try:
         address = served.wait_ready(buffer)
-        yield served, buffer, address, WeightSender(Policy(model), bucket_bytes=64 << 10)
+        store = redis_store(redis_url, "served", "weights")
+        yield served, buffer, address, WeightSender(Policy(model), bucket_bytes=64 << 10, store=store)
     finally:
         served.process.kill()
         buffer.close()
@@ -109,7 +111,7 @@ def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, 
         info = check_what_it_says(address, buffer, **said, incarnation=0)  # it has received no weights yet
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
-        group = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
+        group = sender.prepare("127.0.0.1", 2, "gloo")
         join = rollout_pb2.JoinWeightGroupRequest(**asdict(group), first_rank=1, timeout_seconds=TIMEOUT)
         joining = stub.JoinWeightGroup.future(join, timeout=TIMEOUT)
         sender.connect(TIMEOUT)

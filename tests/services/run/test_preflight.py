@@ -192,7 +192,12 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
         (ConfigError, {"run": {"certificates": "gone"}}, ["gone/ca.crt", "`tandem certs init gone` writes it"]),
         (ConfigError, {"weights": {"backend": "nccl"}}, ["weights.backend=nccl", "gloo"]),
         (ConfigError, {"weights": {"backend": "ipc"}}, ["weights.backend=ipc", "gloo"]),
-        (ConfigError, {"trainer": {"num_nodes": 2, "rendezvous": "head:29400"}}, ["run.redis_url", "TANDEM_REDIS_URL"]),
+        (ConfigError, {"trainer": {"num_nodes": 2}}, ["run.redis_url", "TANDEM_REDIS_URL"]),
+        (
+            ConfigError,
+            {"trainer": {"num_nodes": 2}, "run": {"redis_url": "redis://head:6379"}},
+            ["run.host=127.0.0.1", "run.host=10.0.0.1"],
+        ),
         (ConfigError, {"run": {"redis_url": "http://x"}}, ["run.redis_url"]),
         (EnvironmentLackError, {"rollout": {"kv_cache_bytes": 1 << 50}}, ["rollout.kv_cache_bytes", "GB"]),
         (EnvironmentLackError, {"run": {"total_batches": 10**9}}, ["GB free", "checkpoints", "run.folder"]),

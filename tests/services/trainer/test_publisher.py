@@ -17,9 +17,11 @@ import torch
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import FencedError, WeightTransferError, error_class
 from tandem.protos.manifest import decode_manifest
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import WeightGroupAddress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.buffer.store_source import redis_store
 from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender
@@ -48,8 +50,11 @@ class Weights:
 class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
     """A sampler without an engine: it receives with the real receiver and records the updates it is told to apply."""
 
-    def __init__(self, buffer: Buffer, sampler_id: str, receiver: StagedReceiver | None = None) -> None:
+    def __init__(
+        self, buffer: Buffer, sampler_id: str, store: StoreSource, receiver: StagedReceiver | None = None
+    ) -> None:
         self.id = sampler_id
+        self._store = store
         self.version = -1
         self.value = float("nan")
         self.applied: dict[str, torch.Tensor] = {}
@@ -78,10 +83,8 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.JoinWeightGroupReply:
-        address = WeightGroupAddress(
-            request.host, request.port, request.group_name, request.world_size, request.backend
-        )
-        self._receiver.start_join(asdict(address), request.first_rank, request.timeout_seconds)
+        address = WeightGroupAddress(request.host, request.group_name, request.world_size, request.backend)
+        self._receiver.start_join(asdict(address), request.first_rank, self._store, request.timeout_seconds)
         await self._end_of_job()
         self.joins += 1
         return rollout_pb2.JoinWeightGroupReply()
@@ -119,13 +122,14 @@ class Ring:
         recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": deadline_seconds})
         self.buffer = make_run(url, recipe)
         self.weights = Weights()
-        self.sender = WeightSender(self.weights, bucket_bytes=512)
+        self.store = redis_store(url, recipe.run.run_id, "weights")
+        self.sender = WeightSender(self.weights, bucket_bytes=512, store=self.store)
         self.incarnation = self.buffer.begin_incarnation()
         self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
         self.samplers: list[FakeSampler] = []
 
     def sampler(self, sampler_id: str) -> FakeSampler:
-        self.samplers.append(FakeSampler(self.buffer, sampler_id))
+        self.samplers.append(FakeSampler(self.buffer, sampler_id, self.store))
         return self.samplers[-1]
 
     def publish(self, version: int, *, changed: bool = True) -> Publication:

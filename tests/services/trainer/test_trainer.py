@@ -15,7 +15,7 @@ import pytest
 from tandem.protos.errors import TrainingError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Sampler
-from tandem.services.trainer.launch import run_local_ranks
+from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
