@@ -44,14 +44,10 @@ class RedisStore(Store):
         return cast("bytes", value)
 
     def add(self, key: str, value: int) -> int:
-        def increase() -> int:
-            with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.incrby(self._prefix + key, value)
-                pipeline.expire(self._prefix + key, _KEPT_SECONDS)
-                return int(pipeline.execute()[0])
-
+        name = self._prefix + key
+        self._connection.retried(lambda: self._redis.set(name, 0, ex=_KEPT_SECONDS, nx=True))
         # Not repeated during an outage: it may have been executed although the answer was lost.
-        return self._connection.retried(increase, 0.0)
+        return int(self._connection.retried(lambda: self._redis.incrby(name, value), 0.0))
 
     def check(self, keys: Sequence[str]) -> bool:
         names = {self._prefix + key for key in keys}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,17 +19,16 @@ from torch.distributed import DistStoreError, TCPStore
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import WeightGroupAddress
 from tandem.protos.weight_group import WeightGroup
-from tandem.services.buffer.redis_server import find_redis_server
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.buffer.torch_store import RedisStore
 from tandem.services.process import in_thread
 from tandem.services.trainer.ranks import LocalRanks
+from tests.support.locked_redis import LockedRedis, locked_redis
 from tests.support.strangers import answering, listening_ports
 from tests.support.trainer_node import make_node
 from tests.support.waiting import eventually
 
-PORT = 21687
-SECONDS = 30.0
+SECONDS = 90.0
 CPU = torch.device("cpu")
 RANK = """
 import os, sys, time, torch
@@ -41,7 +40,7 @@ join_process_group(60.0)
 total = torch.tensor([float(os.environ["RANK"]) + 1])
 distributed.all_reduce(total)
 distributed.barrier(group=distributed.new_group())
-assert total.item() == 10.0
+assert total.item() == 3.0
 (Path(sys.argv[1]) / f"joined{os.environ['RANK']}").touch()
 while not (Path(sys.argv[1]) / "go").exists():
     time.sleep(0.01)
@@ -49,30 +48,15 @@ while not (Path(sys.argv[1]) / "go").exists():
 
 
 @pytest.fixture(scope="module")
-def closed_redis() -> Iterator[str]:
-    """A server on a port, which needs a password."""
-    options = ["--port", str(PORT), "--bind", "127.0.0.1", "--requirepass", "a-password", "--save", ""]
-    server = subprocess.Popen([find_redis_server()[0], *options], stdout=subprocess.DEVNULL)
-    url = f"redis://:a-password@127.0.0.1:{PORT}"
-
-    def serves() -> bool:
-        with closing(redis.Redis.from_url(url, protocol=2)) as client:
-            try:
-                return bool(client.ping())
-            except redis.ConnectionError:
-                return False
-
-    try:
-        eventually(serves)
-        yield url
-    finally:
-        server.kill()
-        server.wait(SECONDS)
+def server() -> Iterator[LockedRedis]:
+    """A server that needs a password, with the user of deploy/redis/users.acl."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, locked_redis(Path(folder), "a-password") as running:
+        yield running
 
 
 @pytest.fixture
-def source(closed_redis: str, request: pytest.FixtureRequest) -> StoreSource:
-    return redis_store(closed_redis, "closed", request.node.name)
+def source(server: LockedRedis, request: pytest.FixtureRequest) -> StoreSource:
+    return redis_store(server.url(), "closed", request.node.name)
 
 
 @pytest.fixture
@@ -89,11 +73,11 @@ def test_the_stores_that_are_not_used_would_answer() -> None:
     assert answering([port]) == {port}
 
 
-def test_a_stranger_sets_no_key_of_a_weight_group(closed_redis: str, source: StoreSource, store: RedisStore) -> None:
+def test_a_stranger_sets_no_key_of_a_weight_group(server: LockedRedis, source: StoreSource) -> None:
     address = WeightGroupAddress("127.0.0.1", "attacked", 2, "gloo")
     first = in_thread("rank 0", WeightGroup, address, 0, CPU, SECONDS, source)
-    eventually(lambda: bool(list(redis.Redis.from_url(closed_redis, protocol=2).scan_iter("tandem:{closed}:store:*"))))
-    stranger = redis.Redis(port=PORT, protocol=2)
+    eventually(lambda: bool(list(server.admin().scan_iter("tandem:{closed}:store:*"))))
+    stranger = redis.Redis(unix_socket_path=str(server.socket), protocol=2)
     with pytest.raises(redis.AuthenticationError):
         stranger.set("tandem:{closed}:store:anything", "mine")
     with pytest.raises(redis.AuthenticationError):
@@ -113,20 +97,20 @@ def test_a_stranger_sets_no_key_of_a_weight_group(closed_redis: str, source: Sto
 
 
 def test_ranks_and_launchers_of_several_machines_answer_no_stranger(
-    closed_redis: str, source: StoreSource, tmp_path: Path
+    server: LockedRedis, source: StoreSource, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     stop = threading.Event()
-    launcher = in_thread("node", make_node(tmp_path, closed_redis, "closed", "import time; time.sleep(60)").run, stop)
+    launcher = in_thread("node", make_node(tmp_path, server.url(), "closed", "import time; time.sleep(60)").run, stop)
     machines = [
-        LocalRanks(command, source, 2, first_rank=2 * seat, world_size=4, environment=environment) for seat in range(2)
+        LocalRanks(command, source, 1, first_rank=seat, world_size=2, environment=environment) for seat in range(2)
     ]
     with machines[0], machines[1]:
-        eventually(lambda: len(list(tmp_path.glob("joined*"))) == 4, SECONDS)
+        eventually(lambda: len(list(tmp_path.glob("joined*"))) == 2, SECONDS)
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        ports = {port for process in family for port in listening_ports(process)} - {("127.0.0.1", PORT)}
-        assert len(ports) >= 4 and {host for host, _ in ports} == {"127.0.0.1"}
+        ports = {port for process in family for port in listening_ports(process)}
+        assert len(ports) >= 2 and {host for host, _ in ports} == {"127.0.0.1"}
         assert answering(ports) == set()
         (tmp_path / "go").touch()
         eventually(lambda: [machine.exit_code() for machine in machines] == [0, 0], SECONDS)
@@ -149,9 +133,9 @@ def test_the_store_keeps_what_torch_asks_of_one(store: RedisStore) -> None:
         store.wait(["one", "two"])
 
 
-def test_keys_expire(closed_redis: str, store: RedisStore) -> None:
+def test_keys_expire(server: LockedRedis, store: RedisStore) -> None:
     store.set("one", "1")
     store.add("two", 1)
-    with closing(redis.Redis.from_url(closed_redis, protocol=2)) as client:
+    with closing(server.admin()) as client:
         keys = list(client.scan_iter("tandem:{closed}:store:test_keys_expire:*"))
         assert len(keys) == 2 and all(0 < client.ttl(key) <= 24 * 3600 for key in keys)
