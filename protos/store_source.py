@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class StoreSource(NamedTuple):
@@ -18,9 +18,10 @@ class StoreSource(NamedTuple):
     opener: str
     arguments: Sequence[str | int]
 
-    def open(self) -> Any:
+    def open(self) -> object:
         """Opens the store, a `torch.distributed.Store`. Raises what the function raises."""
-        return pkgutil.resolve_name(self.opener)(*self.arguments)
+        opened: object = pkgutil.resolve_name(self.opener)(*self.arguments)
+        return opened
 
     def to_json(self) -> str:
         return json.dumps(self)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -176,7 +176,9 @@ class WeightGroup:
         self.device = device
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            self._store = store.open()  # held, because torch does not keep a store written in Python alive
+            self._store = cast(
+                "dist.Store", store.open()
+            )  # held, because torch does not keep a store written in Python alive
             scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
             self._group = _process_group(address, scoped, rank, device, timeout)

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from typing import cast
 
 import torch
 from torch import distributed
@@ -33,7 +34,8 @@ def join_process_group(timeout_seconds: float) -> torch.device:
         if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             # Not so for NCCL: the weight group of this process may reach samplers on other machines.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        store = distributed.HashStore() if is_alone() else StoreSource.from_json(os.environ[RANK_STORE]).open()
+        found = distributed.HashStore() if is_alone() else StoreSource.from_json(os.environ[RANK_STORE]).open()
+        store = cast("distributed.Store", found)
         _stores[:] = [store]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
