@@ -230,7 +230,7 @@ def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path
     base = values.pop("base", None)
     if base is None:
         return values
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or "\0" in base:
         raise ConfigError(f'recipe {file}: base: should be the path of another recipe, e.g. base = "gsm8k.toml"')
     chain = (*above, file)
     target = file.parent / base

@@ -97,7 +97,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _with_own_folder(self, manifest: WeightManifest) -> WeightManifest:
         """The manifest, whose folder must lie in that of the run's weights: a caller cannot have others read."""
-        if manifest.backend != "disk":
+        if manifest.backend != "disk" or not manifest.buckets:
             return manifest
         own = self.weights_folder.resolve()
         try:

@@ -27,6 +27,8 @@ _MAX_DETAIL_BYTES = 4000  # a status is sent in headers, for which clients accep
 _SHARE = 3  # places that a peer may hold for each that is free
 _UNREAD_BYTES = 256 << 20  # unary requests of one peer that are being read
 
+_WITHOUT_CODE = ("/grpc.health.v1.Health/List",)  # of grpc_health's asyncio servicer
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _Call: TypeAlias = Callable[[Any, _Context], Any]
@@ -156,6 +158,8 @@ class LimitedServer(grpc.GenericRpcHandler):
         """As `grpc.aio.Server` does."""
         for name, handler in method_handlers.items():
             path = f"/{service_name}/{name}"
+            if path in _WITHOUT_CODE:
+                continue
             reader = self._reader(path, handler)
             if service_name not in self._names:
                 wrapped = _wrapped(handler, reader, self._questions, self._limits.read_seconds)
@@ -264,7 +268,9 @@ async def _one_message(requests: AsyncIterator[object], reading: asyncio.Semapho
     """The message of a unary call. Raises DataError if it is malformed or missing, DeadlineError if none comes."""
     try:
         async with asyncio.timeout(seconds), reading:
-            return _checked(await anext(requests, DataError("the call ended without a message")))
+            return _checked(await anext(requests))
+    except StopAsyncIteration:  # `anext` with a default fails with gRPC's iterators
+        raise DataError("the call ended without a message") from None
     except TimeoutError:
         raise DeadlineError(f"the request did not arrive within {seconds:g} s") from None
 
@@ -276,11 +282,11 @@ async def _all_messages(
         while True:
             try:
                 async with asyncio.timeout(seconds):
-                    request = await anext(requests, None)
+                    request = await anext(requests)
+            except StopAsyncIteration:
+                return
             except TimeoutError:
                 raise DeadlineError(f"no request for {seconds:g} s; begin a new stream") from None
-            if request is None:
-                return
             yield _checked(request)
 
     return checked()

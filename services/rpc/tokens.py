@@ -55,7 +55,7 @@ ANYBODY = Caller("", Role.internal)
 ROLES_NEEDED: Mapping[str, Role | None] = {
     f"/{service}/{method}": role
     for service, role, methods in (
-        ("grpc.health.v1.Health", None, "Check List Watch"),  # probes have no token, and learn only whether it serves
+        ("grpc.health.v1.Health", None, "Check Watch"),  # probes have no token, and learn only whether it serves
         ("grpc.reflection.v1alpha.ServerReflection", Role.read, "ServerReflectionInfo"),
         ("tandem.v1.InfoService", Role.read, "Info"),
         ("tandem.v1.ControlService", Role.read, "GetStatus GetLedger"),

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from tandem.protos.error_text import printable
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from tandem.services.config import Recipe
 from tandem.services.process import lock_file
@@ -90,8 +91,10 @@ def find_run(argument: str | None) -> Path:
     """The given run folder, or the newest one under `runs/`. Raises ConfigError if there is none."""
     if argument:
         folder = Path(argument)
-        if not (folder / CONFIG_FILE).is_file():
-            raise ConfigError(f"{folder} is not a run folder: it holds no {CONFIG_FILE}; `tandem run` writes one")
+        if not os.path.isfile(folder / CONFIG_FILE):  # `Path.is_file` raises for a name that is too long
+            raise ConfigError(
+                f"{printable(argument)} is not a run folder: it holds no {CONFIG_FILE}; `tandem run` writes one"
+            )
         return folder
     found = sorted(Path("runs").glob(f"*/{CONFIG_FILE}"), key=lambda file: file.stat().st_mtime)
     if not found:

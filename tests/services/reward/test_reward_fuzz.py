@@ -23,6 +23,7 @@ from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.undecoded_text import READERS
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES
+from tests.support.fuzzing import Fuzz
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import Item, Request, Stub, answers, raw_call, submission, summary
 
@@ -76,44 +77,21 @@ JSONS = (
 )
 
 
-class Fuzz:
+class RewardFuzz(Fuzz):
     """Random requests, and mutations of proper ones."""
 
     def __init__(self, seed: int, job_ids: Sequence[str]) -> None:
-        self.chance = random.Random(seed)
+        super().__init__(seed)
         self._job_ids = job_ids
         self._kinds: list[Callable[[], Any]] = [self.score, self.score_stream, self.submit, self.other, self.other]
 
     def call(self) -> tuple[str, list[bytes]]:
         """A method and the bytes of its requests: several if it is a stream, else one."""
         method, messages = self.chance.choice(self._kinds)()
-        parts = [message.SerializeToString() for message in messages]
-        dice = self.chance.random()
-        if dice < 0.1:
-            parts = [self.chance.randbytes(self.chance.choice([0, 1, 5, 50, 2000])) for _ in parts]
-        elif dice < 0.4:
-            parts = [self.mutated(part) for part in parts]
-        if dice > 0.98:
+        parts = self.distorted([message.SerializeToString() for message in messages])
+        if self.chance.random() > 0.98:
             method = self.chance.choice([*METHODS, "Nothing", "score"])
         return method, parts
-
-    def mutated(self, data: bytes) -> bytes:
-        """Flips, removes, repeats or inserts a few bytes; the result is often invalid text."""
-        changed = bytearray(data)
-        for _ in range(self.chance.choice([1, 1, 2, 8])):
-            place = self.chance.randrange(len(changed) + 1)
-            change = self.chance.randrange(5)
-            if change == 0 and changed:
-                changed[min(place, len(changed) - 1)] ^= 1 << self.chance.randrange(8)
-            elif change == 1:
-                del changed[place : place + self.chance.choice([1, 3, 100])]
-            elif change == 2:
-                changed[place:place] = self.chance.choice([b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\x00", b"\x7f" * 9])
-            elif change == 3:
-                changed[place:place] = changed[:place][-50:]
-            elif changed:
-                changed[min(place, len(changed) - 1)] = self.chance.choice([0, 0x7F, 0x80, 0xFF])
-        return bytes(changed)
 
     def text(self) -> str:
         if self.chance.random() < 0.3:
@@ -199,7 +177,7 @@ def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.Sta
     return grpc.StatusCode.OK
 
 
-def bombard(channel: grpc.Channel, fuzz: Fuzz, number: int) -> Counter[tuple[str, str]]:
+def bombard(channel: grpc.Channel, fuzz: RewardFuzz, number: int) -> Counter[tuple[str, str]]:
     """Sends this many calls, some concurrently; returns how often each method ended with each status."""
     found: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(AT_ONCE) as senders:
@@ -255,7 +233,7 @@ def test_no_request_breaks_the_service(tmp_path: Path, number: int) -> None:
         stub = Stub(channel)
         (*_, ended) = stub.SubmitJob(submission(answers("1", "2"), answers("3")), timeout=20)
         list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=ended.job.job_id), timeout=20))
-        fuzz = Fuzz(SEED, [ended.job.job_id])
+        fuzz = RewardFuzz(SEED, [ended.job.job_id])
         found: Counter[tuple[str, str]] = Counter()
         for _ in range(20):
             found += bombard(channel, fuzz, number // 20)
