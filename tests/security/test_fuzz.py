@@ -77,7 +77,7 @@ def run(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     tokens = Tokens.of_run(buffer.secret())
     with ExitStack() as stack:
         addresses = {
-            "tandem.v1.RolloutService": stack.enter_context(serving_sampler(buffer, model, recipe.weights_folder)),
+            "tandem.v1.RolloutService": stack.enter_context(serving_sampler(buffer, recipe, model)),
             "tandem.v1.RewardService": stack.enter_context(serving(redis_url, tokens=tokens)).server.address,
             "tandem.v1.ControlService": stack.enter_context(
                 control_server(recipe, ProcessGroup(report=lambda line: None), buffer)

@@ -179,11 +179,11 @@ def weights(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     model = place / "model"
     build_tiny_model(model)
     buffer = new_run(redis_url)
-    folder = place / "run" / "weights"
-    folder.mkdir(parents=True)
-    with serving_sampler(buffer, model, folder) as address:
+    recipe = recipe_of(small_values(place / "recipe"))
+    recipe.weights_folder.mkdir(parents=True)
+    with serving_sampler(buffer, recipe, model) as address:
         token = run_token(buffer.secret(), Role.internal)
-        yield Weights(address, token, WeightSender(Policy(model), bucket_bytes=1 << 20), folder)
+        yield Weights(address, token, WeightSender(Policy(model), bucket_bytes=1 << 20), recipe.weights_folder)
 
 
 def test_a_sampler_reads_the_folder_of_its_run(weights: Weights) -> None:
@@ -222,7 +222,9 @@ def test_a_sampler_reads_no_other_folder(weights: Weights) -> None:
     ids=str,
 )
 def test_a_sampler_joins_only_a_group_that_can_be(weights: Weights, changes: dict[str, float]) -> None:
-    group = {"host": "127.0.0.1", "port": 1, "group_name": "g", "first_rank": 1, "world_size": 2, "backend": "gloo"}
-    request = rollout_pb2.JoinWeightGroupRequest(**{**group, "timeout_seconds": 1.0, **changes})  # type: ignore[arg-type]
+    request = rollout_pb2.JoinWeightGroupRequest(host="127.0.0.1", port=1, first_rank=1, world_size=2, backend="gloo")
+    request.timeout_seconds = 1.0
+    for name, value in changes.items():
+        setattr(request, name, value)
     with connect(weights._address, weights._token) as channel, pytest.raises(DataError), translated():
         rollout_pb2_grpc.RolloutServiceStub(channel).JoinWeightGroup(request, timeout=SECONDS)
