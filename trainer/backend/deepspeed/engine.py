@@ -48,7 +48,6 @@ class DeepSpeedEngine(TrainingEngine):
         self.deepspeed: Any
         settings = _engine_config(config, self.num_elements, self.num_trained)
         self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-        self.deepspeed.checkpoint_engine.load = _load_file  # its own runs whatever code a file names
 
     def __call__(self, **inputs: Any) -> Any:
         return self.deepspeed(**inputs)
@@ -78,6 +77,7 @@ class DeepSpeedEngine(TrainingEngine):
         )
 
     def load(self, folder: Path) -> None:
+        self.deepspeed.checkpoint_engine.load = _load_file  # its own runs whatever code a file names
         try:
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
