@@ -81,42 +81,40 @@ class _Places:
     """A limited number of places for calls, shared between peers by a dynamic threshold (Choudhury and Hahne 1998)."""
 
     def __init__(self, kind: str, number: int, read_at_once: int) -> None:
-        self.kind = kind
-        self.number = self.free = number
+        self._kind = kind
+        self._number = self._free = number
         self._read_at_once = read_at_once
         self._peers: WeakValueDictionary[Hashable, _Peer] = WeakValueDictionary()
 
-    def of(self, context: _Context) -> _Peer:
-        """The peer that calls. Enter it for the length of the call."""
+    def take(self, context: _Context) -> asyncio.Semaphore:
+        """Takes a place for the peer that calls, until the call's reply is sent. Returns what it reads its message
+        under. Raises UnavailableError if it holds its share.
+        """
         key: Hashable = _caller.get() or context.peer().rpartition(":")[0]  # an address without its port
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = _Peer(self, self._read_at_once)
-        return peer
+            peer = self._peers[key] = _Peer(self._read_at_once)
+        if peer.num_calls >= _SHARE * self._free:
+            held = f"{peer.num_calls} {self._kind} of this caller are being served"
+            raise UnavailableError(f"{held}, {self._free} of {self._number} places are free; try again")
+        self._free -= 1
+        peer.num_calls += 1
+        task = asyncio.current_task()
+        assert task is not None, "gRPC serves every call in a task of its own, which also sends the reply"
+        task.add_done_callback(lambda _: self._give_back(peer))
+        return peer.reading
+
+    def _give_back(self, peer: _Peer) -> None:
+        self._free += 1
+        peer.num_calls -= 1
 
 
 class _Peer:
-    """The calls of a peer in progress. Raises UnavailableError on entering if they are too many."""
+    """The calls of a peer in progress."""
 
-    def __init__(self, places: _Places, read_at_once: int) -> None:
-        self._places = places
-        self._num_calls = 0
+    def __init__(self, read_at_once: int) -> None:
+        self.num_calls = 0
         self.reading = asyncio.Semaphore(read_at_once)
-
-    def __enter__(self) -> asyncio.Semaphore:
-        places = self._places
-        if self._num_calls >= _SHARE * places.free:
-            held = f"{self._num_calls} {places.kind} of this caller"
-            raise UnavailableError(
-                f"{held} are being served, {places.free} of {places.number} places are free; try again"
-            )
-        places.free -= 1
-        self._num_calls += 1
-        return self.reading
-
-    def __exit__(self, *_exception: object) -> None:
-        self._places.free += 1
-        self._num_calls -= 1
 
 
 _Receive: TypeAlias = Callable[[AsyncIterator[object], asyncio.Semaphore], Awaitable[object]]
@@ -234,8 +232,7 @@ def _wrapped(handler: Handler, reader: _Reader | None, places: _Places, seconds:
 def _unary(inner: _Call, receive: _Receive, places: _Places) -> _Call:
     async def call(requests: AsyncIterator[object], context: _Context) -> object:
         try:
-            with places.of(context) as reading:
-                return await inner(await receive(requests, reading), context)
+            return await inner(await receive(requests, places.take(context)), context)
         except TandemError as error:
             await _end(context, error)
 
@@ -248,10 +245,10 @@ def _streaming(inner: _Call, receive: _Receive, places: _Places) -> _Call:
 
     async def call(requests: AsyncIterator[object], context: _Context) -> AsyncIterator[object]:
         try:
-            with places.of(context) as reading:
-                async with aclosing(inner(await receive(requests, reading), context)) as replies:  # it may hold tasks
-                    async for reply in replies:
-                        yield reply
+            request = await receive(requests, places.take(context))
+            async with aclosing(inner(request, context)) as replies:  # it may hold tasks
+                async for reply in replies:
+                    yield reply
         except TandemError as error:
             await _end(context, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -20,14 +20,13 @@ from tandem.services.rpc.client import connect, from_rpc_error, translated
 from tandem.services.rpc.limits import RpcLimits
 from tandem.services.rpc.server import ServerThread
 from tandem.services.rpc.tokens import Role, Tokens, bearer, run_token
+from tests.support.raw_http2 import GOAWAY, PING, RawConnection, frame
 from tests.support.service_wire import ask_info, health_of
 from tests.support.waiting import eventually
 
 SERVICE = "tandem.v1.RewardService"
 SECRET = "a secret of the test"
 ONE, OTHER = run_token(SECRET, Role.score), run_token(SECRET, Role.operate)
-SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-GOAWAY = 7
 
 
 class Reward(reward_pb2_grpc.RewardServiceServicer):
@@ -223,48 +222,55 @@ def test_a_server_without_payloads_refuses_large_messages_before_it_reads_them()
 # ---- connections ----
 
 
-def opened(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=20.0)
-    connection.sendall(SETTINGS)
-    return connection
-
-
-def frames(connection: socket.socket) -> list[int]:
-    """The types of the frames that arrive until the server closes the connection."""
-    try:
-        data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    except ConnectionResetError:
-        return []
-    kinds = []
-    while data:
-        length = int.from_bytes(data[:3], "big")
-        kinds.append(data[3])
-        data = data[9 + length :]
-    return kinds
+def test_a_reply_that_is_not_read_keeps_its_place_and_no_others() -> None:
+    with (
+        serving(Tokens.of_run(SECRET), max_calls=16) as address,
+        RawConnection(address, window=0) as deaf,
+    ):
+        for _ in range(40):
+            deaf.call(f"/{SERVICE}/Score", ONE)
+        eventually(lambda: is_refused(lambda: score(address, ONE)))
+        score(address, OTHER)
+        deaf.socket.close()
+        eventually(lambda: not is_refused(lambda: score(address, ONE)))
 
 
 def test_a_connection_that_says_nothing_is_closed() -> None:
     with serving(read_seconds=1.0) as address:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=20.0) as silent:
-            frames(silent)
+            while silent.recv(1 << 16):
+                pass
 
 
 def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.rpc.server._IDLE_CONNECTION_SECONDS", 1)
-    with serving() as address, closing(opened(address)) as idle:
-        assert GOAWAY in frames(idle)
+    with serving() as address, RawConnection(address) as idle:
+        assert GOAWAY in idle.frames_until_end()
+
+
+def test_a_connection_that_only_sends_pings_is_closed() -> None:
+    with serving() as address, RawConnection(address) as busy:
+        busy.socket.sendall(frame(PING, payload=bytes(8)) * 100)
+        assert GOAWAY in busy.frames_until_end()
+
+
+def test_calls_that_are_reset_at_once_take_no_place() -> None:
+    with serving(max_calls=16) as address, RawConnection(address) as hasty:
+        for _ in range(2000):
+            hasty.call(f"/{SERVICE}/Score")
+            hasty.reset()
+        eventually(lambda: not is_refused(lambda: score(address)))
 
 
 def test_a_server_has_at_most_half_as_many_connections_as_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.rpc.server.resource.getrlimit", lambda _kind: (8, 8))
     with serving() as address:
         with ExitStack() as stack:
-            kept = [stack.enter_context(closing(opened(address))) for _ in range(4)]
-            assert all(one.recv(9) for one in kept), "they get the server's settings"
-            with closing(opened(address)) as fifth:
-                assert frames(fifth) == []
+            kept = [stack.enter_context(RawConnection(address)) for _ in range(4)]
+            assert all(one.socket.recv(9) for one in kept), "they get the server's settings"
+            with RawConnection(address) as fifth:
+                assert fifth.frames_until_end() == []
         eventually(lambda: not _is_down(address))
 
 
