@@ -1,9 +1,10 @@
 """Measures cost and robustness of the reward service. Each figure is a ratio within one run. Writes JSON.
 
-    python benchmarks/reward.py [--parts calls math code trouble memory] [--output benchmarks/records/reward.json]
+    python benchmarks/reward.py [--parts calls security math code trouble memory] [--output FILE]
 
 calls    Batches of 64 cheap items through `Score`, against an echo server for the same protobuf bytes and against calls
          of one item; and the latency of batches at half of the highest rate.
+security Batches of 64 cheap items with TLS and a token, against the same service without.
 math     10,000 answers, against math-verify in loops in as many processes as the service has workers.
 code     1,000 programs with two tests each, and the time to take a sandbox from the warm pool.
 trouble  Items of which one in ten hangs and one in ten kills its process: every other item gets its score, in bounded
@@ -35,7 +36,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.reward_calls import measure_calls  # noqa: E402
+from benchmarks.reward_calls import measure_calls, measure_security  # noqa: E402
 from benchmarks.service_process import reward_service  # noqa: E402
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored  # noqa: E402
 from tandem.services.clients import RewardClient  # noqa: E402
@@ -80,6 +81,8 @@ def demands(parts: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
         yield "batches of 64 reach 0.7 of the echo", found["share_of_echo"] >= 0.7
         yield "batches are 10 times as fast as single calls", found["times_single_calls"] >= 10.0
         yield "p99 within 5 times p50 at half load", found["p99_times_p50"] <= 5.0
+    if found := parts.get("security"):
+        yield "TLS and a token cost at most a tenth of the calls per second", found["share_of_plain"] >= 0.9
     if found := parts.get("math"):
         yield "math within 1.3 times of plain loops", found["times_plain_loops"] <= 1.3
         yield "every math item is scored", found["unscored"] == 0
@@ -268,6 +271,7 @@ def _shown(value: object) -> str:
 
 PARTS = {
     "calls": measure_calls,
+    "security": measure_security,
     "math": measure_math,
     "code": measure_code,
     "trouble": measure_trouble,

@@ -1,4 +1,4 @@
-"""The `calls` part of benchmarks/reward.py: throughput and latency of `RewardService.Score`."""
+"""The parts `calls` and `security` of benchmarks/reward.py: throughput and latency of `RewardService.Score`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any
+
+import grpc
 
 from benchmarks.service_process import listening, reward_service
 from tandem.protos import reward_pb2, reward_pb2_grpc
-from tandem.services.rpc.client import connect_async
+from tandem.services.commands.certs import write_certificates
+from tandem.services.rpc.certificates import CA_FILE, channel_credentials
+from tandem.services.rpc.client import TokenChannel, connect_async
+from tandem.services.rpc.tokens import Role, add_token
 
+SCORER = 'scorer = "exact"\narguments = { last_line = true }'
 BATCH, IN_FLIGHT = 64, 8
 ROUNDS, CALLS = 25, 500
+PAIRS, PAIR_CALLS = 3, 200
 WINDOWS, WINDOW_CALLS = 45, 800
 
 ECHO = """
@@ -46,15 +56,10 @@ def measure_calls() -> dict[str, Any]:
     """Medians of rates (items per second) and of their ratios over rounds in which echo and service alternate, and
     medians of latencies over windows. A short stall of the machine affects only one window.
     """
-    rng = random.Random(0)
-    texts = [" ".join(f"word{rng.randrange(1000)}" for _ in range(60)) + f"\n{n}" for n in range(BATCH)]
-    items = [
-        reward_pb2.ScoreRequest.Item(data_source="bench", solution=text, ground_truth=json.dumps(str(n)))
-        for n, text in enumerate(texts)
-    ]
-    batch, single = reward_pb2.ScoreRequest(items=items), reward_pb2.ScoreRequest(items=items[:1])
+    batch = _batch()
+    single = reward_pb2.ScoreRequest(items=batch.items[:1])
     with (
-        reward_service(2, 'scorer = "exact"\narguments = { last_line = true }') as (address, _),
+        reward_service(2, SCORER) as (address, _),
         listening([sys.executable, "-c", ECHO]) as (echo_address, _),
     ):
         rounds = asyncio.run(_rates(address, echo_address, batch, single))
@@ -69,6 +74,56 @@ def measure_calls() -> dict[str, Any]:
         "p99_ms": 1e3 * statistics.median(one[int(0.99 * len(one))] for one in windows),
         "p99_times_p50": statistics.median(one[int(0.99 * len(one))] / one[len(one) // 2] for one in windows),
     }
+
+
+def measure_security() -> dict[str, Any]:
+    """Medians over rounds in which services with TLS and tokens and services without either alternate. Several of each
+    kind, because two equal processes differ by up to a tenth.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-reward-") as folder, ExitStack() as stack:
+        certificates, tokens = Path(folder) / "certificates", Path(folder) / "tokens.toml"
+        write_certificates(certificates, [], 1)
+        token = add_token(tokens, "bench", Role.score)
+        options = ["--certificates", str(certificates), "--token-file", str(tokens)]
+        kinds = ([], options) * PAIRS
+        addresses = [stack.enter_context(reward_service(2, SCORER, kind))[0] for kind in kinds]
+        credentials = channel_credentials(certificates / CA_FILE)
+        rounds = asyncio.run(_pair_rates(addresses[::2], addresses[1::2], credentials, token))
+    return {
+        "calls_per_second": statistics.median(secure for _, secure in rounds),
+        "share_of_plain": statistics.median(secure / plain for plain, secure in rounds),
+    }
+
+
+async def _pair_rates(
+    plain: Sequence[str], secure: Sequence[str], credentials: grpc.ChannelCredentials, token: str
+) -> list[tuple[float, float]]:
+    """Calls per second of all plain and of all secure services, by round."""
+    batch = _batch()
+    async with AsyncExitStack() as stack:
+        calls = []
+        for plain_address, secure_address in zip(plain, secure, strict=True):
+            channel = await stack.enter_async_context(connect_async(plain_address))
+            calls.append((reward_pb2_grpc.RewardServiceStub(channel).Score, 0))
+            channel = await stack.enter_async_context(connect_async(secure_address, credentials))
+            calls.append((reward_pb2_grpc.RewardServiceStub(TokenChannel(channel, token)).Score, 1))
+        rounds = []
+        for number in range(ROUNDS + 1):
+            seconds = [0.0, 0.0]
+            for call, kind in calls if number % 2 else calls[::-1]:
+                seconds[kind] += await _seconds(call, batch, PAIR_CALLS)
+            rounds.append((PAIRS * PAIR_CALLS / seconds[0], PAIRS * PAIR_CALLS / seconds[1]))
+        return rounds[1:]  # the first one warms up
+
+
+def _batch() -> reward_pb2.ScoreRequest:
+    rng = random.Random(0)
+    texts = [" ".join(f"word{rng.randrange(1000)}" for _ in range(60)) + f"\n{n}" for n in range(BATCH)]
+    items = [
+        reward_pb2.ScoreRequest.Item(data_source="bench", solution=text, ground_truth=json.dumps(str(n)))
+        for n, text in enumerate(texts)
+    ]
+    return reward_pb2.ScoreRequest(items=items)
 
 
 async def _rates(

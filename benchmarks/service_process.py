@@ -17,12 +17,13 @@ START_SECONDS = 120.0
 
 
 @contextmanager
-def reward_service(num_workers: int, settings: str) -> Iterator[tuple[str, int]]:
-    """A reward service with these lines in `[reward]`: its address and process id."""
+def reward_service(num_workers: int, settings: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """A reward service with these lines in `[reward]` and these options: its address and process id."""
     with tempfile.TemporaryDirectory(prefix="tandem-reward-") as folder:
         file = Path(folder) / "service.toml"
         file.write_text(f"[reward]\nnum_workers = {num_workers}\n{settings}\n")
-        with listening([*TANDEM, "reward", "serve", str(file), "--port", "0", "--folder", f"{folder}/redis"]) as found:
+        command = [*TANDEM, "reward", "serve", str(file), "--port", "0", "--folder", f"{folder}/redis", *options]
+        with listening(command) as found:
             yield found
 
 

@@ -141,7 +141,7 @@ def check_exposure(host: str, *, tls: bool, tokens: bool, insecure: bool) -> str
     fault = f"{host} is not a loopback address, and the service has no {' and no '.join(lacks)}"
     if insecure:
         return fault
-    made_by = {"certificates": "`tandem certs init` makes certificates", "tokens": "`tandem reward token` a token file"}
+    made_by = {"certificates": "`tandem certs init` makes certificates", "tokens": "`tandem reward token` makes tokens"}
     made = ", ".join(made_by[one] for one in lacks)
     raise ConfigError(f"{fault}: {made}; or set insecure, if you trust all who can connect")
 
