@@ -7,24 +7,29 @@ from collections.abc import Mapping
 
 MASK = "***"
 
-_NO_SECRETS = ("items_key", "results_key", "score_key")  # parameters of the scorers `remote` and `judge`
+_NOT_SECRET = ("items_key", "results_key", "score_key")  # parameters of the scorers `remote` and `judge`
 
 _SECRET_NAME = re.compile(
     r"[_-](keys?|token|secrets?)$|^(token|secret)$|apikey$|password|passwd|credential", re.IGNORECASE
 )
-# In a URL that is not quoted correctly a password may hold any character, so everything up to the last @ is masked.
-_CREDENTIALS = re.compile(r"(://[^:@]*):.*@", re.DOTALL)
 _PARAMETER = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|passwd)=)[^&\s]+", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
     """Whether the value of a variable or key of this name is a secret: `OPENAI_API_KEY`, `hf_token`, `password`."""
-    return _SECRET_NAME.search(name) is not None and name not in _NO_SECRETS
+    return _SECRET_NAME.search(name) is not None and name not in _NOT_SECRET
 
 
 def without_passwords(text: str) -> str:
-    """The text with the passwords of URLs masked: `redis://user:***@host`."""
-    return _PARAMETER.sub(rf"\1{MASK}", _CREDENTIALS.sub(rf"\1:{MASK}@", text))
+    """The text with the passwords of URLs masked: `redis://user:***@host`. In a URL that is not quoted correctly a
+    password may hold any character, so everything up to the last @ is masked.
+    """
+    credentials, sign, place = text.rpartition("@")
+    scheme, mark, user = credentials.partition("://")
+    name, colon, _ = user.partition(":")
+    if colon:
+        text = f"{scheme}{mark}{name}:{MASK}{sign}{place}"
+    return _PARAMETER.sub(rf"\1{MASK}", text)
 
 
 def masked(value: object, name: str = "") -> object:
