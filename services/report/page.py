@@ -11,6 +11,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 
+from tandem.services.config import without_secrets
 from tandem.services.config.docs import as_toml
 from tandem.services.report import charts
 from tandem.services.report.run_data import RunData
@@ -54,7 +55,7 @@ def report_html(run: RunData, other: RunData | None = None) -> str:
         timelines={name: {title: divs[f"time {name} {title}"] for title in rows} for name, rows in timelines.items()},
         parts={name.removeprefix("part "): div for name, div in divs.items() if name.startswith("part ")},
         samples=list(run.samples()),
-        configurations=[as_toml(one.recipe) for one in runs],
+        configurations=[as_toml(without_secrets(one.recipe)) for one in runs],
         differences=list(_differences(run, other)) if other else [],
         script=script,
         library=Resources(mode="inline", components=["bokeh"]).render(),
@@ -70,7 +71,7 @@ def _figures(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 def _differences(run: RunData, other: RunData) -> Iterator[tuple[str, object, object]]:
     """Keys whose values differ, with both values."""
-    mine, its = (dict(_flat(one.recipe.model_dump(mode="json"))) for one in (run, other))
+    mine, its = (dict(_flat(without_secrets(one.recipe).model_dump(mode="json"))) for one in (run, other))
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
             yield key, mine.get(key, "–"), its.get(key, "–")

@@ -48,6 +48,8 @@ def test_the_demo_learns_and_its_control_run_does_not(tmp_path: Path, seed: int,
     run = tmp_path / "runs" / "demo"
     figures = summary(run)
     print(json.dumps(figures, indent=1))
+    assert "runs/demo/report.html" in done.stdout
+    assert "Importance weights" in (run / "report.html").read_text(encoding="utf-8")
     assert figures["initial_accuracy"] <= 0.55 and figures["final_accuracy"] >= 0.85
     assert figures["train_steps"] == figures["weight_updates"] == figures["total_batches"]
     assert figures["groups"]["committed"] == figures["total_batches"] * figures["groups_per_batch"]

@@ -54,7 +54,8 @@ def answered(group: TrajectoryGroup, text: str) -> TrajectoryGroup:
 def make_run(folder: Path, run_id: str, *, steps: int = 3, **trainer: Any) -> Path:
     values = small_values(folder)
     run = folder / run_id
-    recipe = recipe_of(values, run={"run_id": run_id, "folder": str(run)}, trainer=trainer)
+    url = f"redis://:secret-of-{run_id}@127.0.0.1:1/0"
+    recipe = recipe_of(values, run={"run_id": run_id, "folder": str(run), "redis_url": url}, trainer=trainer)
     run.mkdir()
     (run / "config.json").write_text(dump_recipe(recipe))
     lines = [json.dumps(line(step)) + "\n" for step in range(1, steps + 1)]
@@ -104,6 +105,7 @@ def test_a_report_shows_a_run_and_needs_no_network(tmp_path: Path) -> None:
     assert "reward 1</span>" in body and "reward 0</span>" in body and "reward 0.5" not in body
     assert "run_id = &#34;mine&#34;" in body
     assert Elements(page).sources == []
+    assert "secret-of" not in page and "redis://:***@127.0.0.1" in body
 
 
 def test_text_of_a_model_is_not_markup(tmp_path: Path) -> None:
