@@ -26,7 +26,7 @@ test-system: setup  ## whole runs with real processes: recipes, replays, kills
 	@$(BIN)/pytest -n 2 --dist worksteal -m "(system or slow) and not deploy" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
-test-deploy: setup  ## security: strangers, certificates, tokens, fuzzed messages, open ports
+test-deploy: setup  ## security (strangers, certificates, fuzzed messages, open ports) and scaling
 	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\"\x12\n\x10GetStatusRequest\"\xd0\x01\n\x0eGetStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x33\n\x08services\x18\x03 \x03(\x0b\x32!.tandem.v1.GetStatusReply.Service\x1ah\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply2\xd9\x01\n\x0e\x43ontrolService\x12\x43\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x19.tandem.v1.GetStatusReply\x12\x43\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\x12=\n\x07StopRun\x12\x19.tandem.v1.StopRunRequest\x1a\x17.tandem.v1.StopRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\"\x12\n\x10GetStatusRequest\"\xd0\x01\n\x0eGetStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x33\n\x08services\x18\x03 \x03(\x0b\x32!.tandem.v1.GetStatusReply.Service\x1ah\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"1\n\x0cScaleRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"\x0c\n\nScaleReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply2\x92\x02\n\x0e\x43ontrolService\x12\x43\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x19.tandem.v1.GetStatusReply\x12\x43\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\x12\x37\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x15.tandem.v1.ScaleReply\x12=\n\x07StopRun\x12\x19.tandem.v1.StopRunRequest\x1a\x17.tandem.v1.StopRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,10 +45,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLEDGERREPLY']._serialized_end=432
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_start=387
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_end=432
-  _globals['_STOPRUNREQUEST']._serialized_start=434
-  _globals['_STOPRUNREQUEST']._serialized_end=450
-  _globals['_STOPRUNREPLY']._serialized_start=452
-  _globals['_STOPRUNREPLY']._serialized_end=466
-  _globals['_CONTROLSERVICE']._serialized_start=469
-  _globals['_CONTROLSERVICE']._serialized_end=686
+  _globals['_SCALEREQUEST']._serialized_start=434
+  _globals['_SCALEREQUEST']._serialized_end=483
+  _globals['_SCALEREPLY']._serialized_start=485
+  _globals['_SCALEREPLY']._serialized_end=497
+  _globals['_STOPRUNREQUEST']._serialized_start=499
+  _globals['_STOPRUNREQUEST']._serialized_end=515
+  _globals['_STOPRUNREPLY']._serialized_start=517
+  _globals['_STOPRUNREPLY']._serialized_end=531
+  _globals['_CONTROLSERVICE']._serialized_start=534
+  _globals['_CONTROLSERVICE']._serialized_end=808
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,18 @@ class GetLedgerReply(_message.Message):
     violations: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, counts: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ScaleRequest(_message.Message):
+    __slots__ = ("service", "replicas")
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    service: str
+    replicas: int
+    def __init__(self, service: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StopRunRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

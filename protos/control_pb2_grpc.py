@@ -45,6 +45,11 @@ class ControlServiceStub:
                 request_serializer=tandem_dot_protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
                 response_deserializer=tandem_dot_protos_dot_control__pb2.GetLedgerReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/tandem.v1.ControlService/Scale',
+                request_serializer=tandem_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.ScaleReply.FromString,
+                _registered_method=True)
         self.StopRun = channel.unary_unary(
                 '/tandem.v1.ControlService/StopRun',
                 request_serializer=tandem_dot_protos_dot_control__pb2.StopRunRequest.SerializeToString,
@@ -69,6 +74,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Changes the number of replicas of a service. Replies when the order is taken; GetStatus shows what came of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StopRun(self, request, context):
         """Ends the run as Ctrl-C does.
         """
@@ -88,6 +100,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.GetLedger,
                     request_deserializer=tandem_dot_protos_dot_control__pb2.GetLedgerRequest.FromString,
                     response_serializer=tandem_dot_protos_dot_control__pb2.GetLedgerReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.ScaleReply.SerializeToString,
             ),
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
@@ -150,6 +167,33 @@ class ControlService:
             '/tandem.v1.ControlService/GetLedger',
             tandem_dot_protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
             tandem_dot_protos_dot_control__pb2.GetLedgerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ControlService/Scale',
+            tandem_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

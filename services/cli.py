@@ -169,6 +169,23 @@ def status(run_folder: RunArgument = None) -> int:
     return show_status(find_run(run_folder), console())
 
 
+@app.command(short_help="Change the number of a running run's samplers.")
+@command
+def scale(
+    run_folder: Annotated[str, argument(metavar="RUN", help="The folder of a run that is running.")],
+    wanted: Annotated[str, argument(metavar="rollout=COUNT", help="The service and its number of replicas.")],
+) -> int:
+    """Changes the number of samplers of a running run. A further one joins once its engine has started and has the
+    current weights. One that is no longer wanted finishes its groups first.
+
+    Example: tandem scale runs/mine rollout=2
+    """
+    from tandem.services.commands.status import scale_service
+    from tandem.services.run.folder import find_run
+
+    return scale_service(find_run(run_folder), wanted, console())
+
+
 @app.command(short_help="Print a token for the services of a run.")
 @command
 def token(

@@ -23,7 +23,7 @@ _CACHES = Path(tempfile.gettempdir(), f"tandem-test-caches-{os.getuid()}")
 for _name in ("VLLM_CACHE_ROOT", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "HF_HOME"):
     os.environ.setdefault(_name, str(_CACHES / _name))
 
-_DEPLOY = Path(__file__).parent / "security"
+_DEPLOY = {"security", "deploy"}  # folders of `make test-deploy`
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.path.is_relative_to(_DEPLOY):
+    if item.path.parent.name in _DEPLOY:
         item.add_marker("deploy")
 
 

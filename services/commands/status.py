@@ -1,4 +1,4 @@
-"""`tandem status` and `tandem ledger`: the state of a run, and whether the counts in its ledger add up."""
+"""`tandem status`, `tandem ledger` and `tandem scale`: what a run does, whether its counts add up, its replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
-from tandem.protos.errors import EnvironmentLackError, TandemError
+from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.command_line import cell, print_line
@@ -32,6 +32,7 @@ from tandem.services.run.folder import (
 )
 
 RPC_SECONDS = 2.0
+_MOST_REPLICAS = 10_000  # fits into the message; a machine holds far fewer
 
 
 def show_status(folder: Path, console: Console) -> int:
@@ -65,6 +66,21 @@ def ask_supervisor(address: RunAddress) -> tuple[control_pb2.GetStatusReply, dic
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
     return status, dict(ledger.counts)
+
+
+def scale_service(folder: Path, wanted: str, console: Console) -> int:
+    """Orders `SERVICE=COUNT` replicas from the run's supervisor. Raises UserError if it refuses."""
+    service, _, count = wanted.partition("=")
+    if not count.isascii() or not count.isdigit():
+        raise UserError(f"{wanted!r} is not SERVICE=COUNT; example: tandem scale {folder} rollout=2")
+    address = running(folder)
+    if address is None:
+        raise UserError(f"{folder}: no run is running there; go on with it by `{resume_command(folder)}`")
+    with _connect(address.control, address) as channel, translated():
+        request = control_pb2.ScaleRequest(service=service, replicas=min(int(count), _MOST_REPLICAS))
+        control_pb2_grpc.ControlServiceStub(channel).Scale(request, timeout=RPC_SECONDS)
+    print_line(console, f"{service}: {count} ordered; `tandem status {folder}` shows who joins and leaves")
+    return 0
 
 
 def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from tandem.services.buffer.redis_server import start_redis
 from tandem.services.run.folder import cannot_write, disk_full
 from tandem.trainer.backend.registry import RANK_VARIABLES
 
-State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
+State = Literal["waiting", "starting", "running", "restarting", "draining", "stopped", "failed"]
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` exits when the supervisor does (`process.die_with_parent`)."""
@@ -118,6 +119,11 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
         self._log_start = 0
+        self.drained: Future[None] | None = None
+        """Set when the child begins to leave the run; done once it has no work left."""
+        self.told_to_stop_at: float | None = None
+        self.joined_late = False
+        """Whether it was added to a running run, which then goes on without it if it cannot start."""
 
     @property
     def pid(self) -> int:

@@ -15,13 +15,14 @@ from tandem.services.config import Recipe
 from tandem.services.rpc.server import ServerThread
 from tandem.services.run.endpoint import server_security
 from tandem.services.run.process_group import ProcessGroup
+from tandem.services.run.scaling import Scaling
 from tandem.services.service_info import ServiceInfo
 
 
 @contextmanager
-def control_server(recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> Iterator[str]:
+def control_server(recipe: Recipe, processes: ProcessGroup, buffer: Buffer, scaling: Scaling) -> Iterator[str]:
     """Serves ControlService, Info, health and reflection on a free port of `run.host`; yields the address."""
-    servicer = ControlServicer(recipe, processes, buffer)
+    servicer = ControlServicer(recipe, processes, buffer, scaling)
     info = ServiceInfo("controller", dict, lambda: "supervising the services", buffer, buffer.published_version)
     server = ServerThread(
         recipe.run.host,
@@ -43,6 +44,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     recipe: Recipe
     processes: ProcessGroup
     buffer: Buffer
+    scaling: Scaling
 
     async def GetStatus(
         self, request: control_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -64,6 +66,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.GetLedgerReply:
         counts = await asyncio.to_thread(self.buffer.counts)
         return control_pb2.GetLedgerReply(counts=counts, violations=await asyncio.to_thread(self.buffer.verify))
+
+    async def Scale(
+        self, request: control_pb2.ScaleRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ScaleReply:
+        await asyncio.to_thread(self.scaling.scale, request.service, request.replicas)
+        return control_pb2.ScaleReply()
 
     async def StopRun(
         self, request: control_pb2.StopRunRequest, context: grpc.aio.ServicerContext

@@ -251,10 +251,7 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
         return
     rollout, lora = recipe.rollout, recipe.trainer.lora
     weights = facts.num_parameters * _weight_bytes(recipe)
-    # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
-    # holds the base weights to merge them into.
-    copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
-    engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
+    engines = rollout.num_replicas * _sampler_bytes(recipe, facts)
     training = recipe.trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
     if lora is not None:
         training += weights  # they are the reference, too
@@ -270,6 +267,29 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
             f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or "
             "end other programs"
         )
+
+
+def check_added_samplers(recipe: Recipe, added: int) -> None:
+    """Checks that this machine holds `added` samplers more beside what runs already; `recipe` counts them in."""
+    check_backend(recipe)
+    if gpu_ids():
+        wanted, gpus = gpus_wanted(recipe), len(gpu_ids())
+        if wanted > gpus:
+            raise EnvironmentLackError(f"the run would need {wanted} GPUs, this machine shows {gpus}")
+    elif added > 0 and (facts := check_model(recipe)) is not None:
+        need, free = added * _sampler_bytes(recipe, facts), free_memory_bytes()
+        if need > free:
+            fault = f"memory: {added} more sampler(s) need about {_size(need)}, {_size(free)} are free"
+            raise EnvironmentLackError(f"{fault}; ask for fewer, or end other programs")
+
+
+def _sampler_bytes(recipe: Recipe, facts: ModelFacts) -> float:
+    """Memory of one engine on CPUs."""
+    lora = recipe.trainer.lora
+    # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
+    # holds the base weights to merge them into.
+    copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
+    return recipe.rollout.kv_cache_bytes + copies * facts.num_parameters * _weight_bytes(recipe) + ENGINE_BYTES
 
 
 def free_memory_bytes() -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from tandem.protos.errors import LINES_ABOVE
-from tandem.services.run.children import Child, describe_exit, kill_marked
+from tandem.services.process import in_thread
+from tandem.services.run.children import Child, ChildSpec, describe_exit, kill_marked
 from tandem.services.run.folder import disk_full
 
 POLL_SECONDS = 0.1
@@ -22,6 +24,9 @@ FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 
 FINAL_CHILD = "trainer"
 """When this child exits with 0, the run is over."""
+
+SCALED_SERVICE = "rollout"
+"""The service whose number of replicas may change during a run."""
 
 SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
 """The order of the data flow. Children stop in this order, so that none sends work to one that has stopped."""
@@ -44,6 +49,10 @@ class ProcessGroup:
         """Monotonic time of a child's last heartbeat. The first one after its start makes it `running`."""
         self.report = report
         self._keep_logs = keep_logs
+        self.drain: Callable[[str], None] = lambda name: None
+        """Returns once the child has no work left. Called in a thread before a child is stopped that leaves the run."""
+        self._replicas: Sequence[ChildSpec] = ()
+        self._scaled = False
         self._stops_requested = 0
         self._stops_seen = 0
         self._done = False
@@ -63,6 +72,10 @@ class ProcessGroup:
     def request_stop(self) -> None:
         """Stops the run as Ctrl-C does. A second request kills the children immediately."""
         self._stops_requested += 1
+
+    def set_replicas(self, specs: Sequence[ChildSpec]) -> None:
+        """From now on the run has these replicas of `SCALED_SERVICE`. Safe to call from any thread."""
+        self._replicas, self._scaled = specs, True
 
     def finish(self) -> None:
         """Ends the run successfully although no child has exited."""
@@ -92,14 +105,46 @@ class ProcessGroup:
                 self._stops_seen = 1  # a second request stops at once
                 self.report("stopping all services ...")
                 return INTERRUPTED
+            self._scale()
             for child in self.children:
-                outcome = self._check_child(child)
-                if outcome is not None:
+                if child.drained is not None:
+                    self._check_leaving(child)
+                elif (outcome := self._check_child(child)) is not None:
                     return outcome
             for function in self.on_poll:
                 function()
             time.sleep(POLL_SECONDS)
         return FINISHED
+
+    def _scale(self) -> None:
+        """Starts the replicas that are missing, and lets those drain that are no longer wanted."""
+        if not self._scaled:
+            return
+        wanted = {spec.name: spec for spec in self._replicas}
+        replicas = {child.name: child for child in self.children if child.service == SCALED_SERVICE}
+        for name, child in replicas.items():
+            if name not in wanted and child.drained is None:
+                child.state, child.drained = "draining", in_thread(f"drain-{name}", self.drain, name)
+        for name in [name for name in wanted if name not in replicas]:
+            child = Child(replace(wanted[name], start_after=""), self.token)
+            child.joined_late = True
+            self.children = [*self.children, child]  # not appended, because other threads read the list
+            child.start()
+            self.report(f"{name} joins the run")
+
+    def _check_leaving(self, child: Child) -> None:
+        """Stops a child that has drained, and forgets it once it has ended, whatever its exit code."""
+        assert child.drained is not None
+        if child.exit_code() is None and child.alive:
+            if child.told_to_stop_at is None and child.drained.done():
+                child.drained.result()
+                child.terminate()
+                child.told_to_stop_at = time.monotonic()
+            elif child.told_to_stop_at and time.monotonic() > child.told_to_stop_at + SIGKILL_AFTER_SECONDS:
+                child.kill()
+            return
+        self.children = [one for one in self.children if one is not child]
+        self.report(f"{child.name} has left the run")
 
     def _check_child(self, child: Child) -> int | None:
         """Restarts a child that died. Returns the exit code of the run if the run is over."""
@@ -123,7 +168,13 @@ class ProcessGroup:
         else:
             return self._restart(child, code)
         self.report(f"tandem: {child.name}: {fault}")
-        return USER_ERROR
+        return self._without(child) if child.joined_late else USER_ERROR
+
+    def _without(self, child: Child) -> None:
+        """Goes on without a replica that joined late and failed."""
+        self.report(f"the run goes on without {child.name}")
+        self._replicas = [spec for spec in self._replicas if spec.name != child.name]
+        self.children = [one for one in self.children if one is not child]
 
     def _start_is_due(self, child: Child) -> bool:
         if child.state == "restarting":
@@ -148,7 +199,7 @@ class ProcessGroup:
             self.report(f"the last lines of {child.spec.log_file}:")
             for line in child.last_lines(12):
                 self.report(f"  {line}")
-            return FAILED
+            return self._without(child) if child.joined_late else FAILED
         child.state = "restarting"
         child.restarts += 1
         child.restart_at = time.monotonic() + delay

@@ -34,6 +34,7 @@ from tandem.services.run.placement import place, starts_after
 from tandem.services.run.preflight import check_recipe
 from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE, INTERRUPTED, SERVICE_ORDER, ProcessGroup
 from tandem.services.run.progress import Progress, RunWatch, drop_reasons
+from tandem.services.run.scaling import Scaling
 
 
 def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:
@@ -62,7 +63,8 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
         processes.last_version = lambda: watch.last_version
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
-        control = stack.enter_context(control_server(recipe, processes, buffer))
+        scaling = Scaling(recipe, buffer, processes, partial(child_specs, redis_url=redis_url))
+        control = stack.enter_context(control_server(recipe, processes, buffer, scaling))
         token = run_token(buffer.secret(), Role.operate)
         certificates = os.path.abspath(recipe.run.certificates) if recipe.run.certificates else ""
         held.publish(RunAddress(os.getpid(), redis_url, control, token, certificates))

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from tandem.protos import control_pb2, control_pb2_grpc
-from tandem.protos.errors import DeadlineError, UnavailableError
+from tandem.protos.errors import AccessError, DeadlineError, EnvironmentLackError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import parse_recipe
 from tandem.services.rpc.client import connect, translated
@@ -25,6 +25,8 @@ from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import control_server
 from tandem.services.run.folder import CONFIG_FILE, running
 from tandem.services.run.process_group import ProcessGroup
+from tandem.services.run.scaling import Scaling
+from tandem.services.run.supervisor import child_specs
 from tests.services.run.conftest import DEADLINE_SECONDS, Run
 from tests.support.processes import has_ended
 from tests.support.redis_ring import SAMPLER, new_run, score, train
@@ -166,7 +168,8 @@ def served(redis_url: str, processes: ProcessGroup, tmp_path: Path) -> Iterator[
     values["run"]["run_id"] = f"control-{tmp_path.name}"
     recipe = parse_recipe(values)
     buffer = new_run(redis_url, groups_per_batch=2, run_id=recipe.run.run_id)
-    with control_server(recipe, processes, buffer) as address:
+    scaling = Scaling(recipe, buffer, processes, lambda scaled: child_specs(scaled, redis_url))
+    with control_server(recipe, processes, buffer, scaling) as address:
         yield address, buffer
     buffer.close()
 
@@ -196,8 +199,30 @@ def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
         stub.StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
+    with connect(address, token_of(buffer, Role.read)) as channel, pytest.raises(AccessError), translated():
+        control_pb2_grpc.ControlServiceStub(channel).Scale(control_pb2.ScaleRequest(), timeout=RPC_SECONDS)
     (trainer,) = status.services
     assert (trainer.name, trainer.state, trainer.pid, trainer.address) == ("trainer", "stopped", 0, "127.0.0.1:7")
     assert Path(status.run_dir).name == "run"
     assert dict(ledger.counts) == buffer.counts() and list(ledger.violations) == []
     assert processes.run() == 130, "stopped as by Ctrl-C before it started, it starts nothing"
+
+
+@pytest.mark.parametrize(
+    ("service", "replicas", "fault"),
+    [
+        ("trainer", 2, "trainer cannot be scaled; only rollout can"),
+        ("", 2, "a service without a name cannot be scaled"),
+        ("rollout", -1, "the number of samplers is at least 0"),
+        ("rollout", 10_000, "more sampler"),
+    ],
+)
+def test_replicas_that_the_run_cannot_have_are_refused(
+    served: tuple[str, Buffer], processes: ProcessGroup, service: str, replicas: int, fault: str
+) -> None:
+    address, buffer = served
+    request = control_pb2.ScaleRequest(service=service, replicas=replicas)
+    refused = pytest.raises((UserError, EnvironmentLackError), match=fault)
+    with connect(address, token_of(buffer, Role.operate)) as channel, refused, translated():
+        control_pb2_grpc.ControlServiceStub(channel).Scale(request, timeout=RPC_SECONDS)
+    assert len(processes.children) == 1

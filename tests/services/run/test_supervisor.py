@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,6 +67,12 @@ with processes.signals():
 
 
 Start = Callable[[dict[str, str]], subprocess.Popen[str]]
+Replicas = Callable[..., None]
+"""Orders this many replicas; the programs of replicas may be changed by name."""
+
+
+def assert_(condition: bool) -> None:
+    assert condition
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +148,73 @@ def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
     assert processes.run() == FINISHED
     assert seen[:5] == ["waiting"] * 5 and seen[-1] == "starting"
     assert said == [], "an end that was not requested is not announced as a stop"
+
+
+def run_scaled(folder: Path, play: Callable[[ProcessGroup, Replicas], Iterator[bool]]) -> tuple[int, list[str]]:
+    """Runs a trainer and `play`, which orders replicas and yields conditions to wait for."""
+    said: list[str] = []
+    processes = ProcessGroup(report=said.append)
+    processes.children = [Child(ChildSpec("trainer", (sys.executable, "-c", SLEEP), folder / "t.log"), processes.token)]
+    codes = defaultdict(lambda: SLEEP)
+
+    def order(count: int, **changed: str) -> None:
+        codes.update(changed)
+        names = [f"rollout-{number}" for number in range(count)]
+        processes.set_replicas([ChildSpec(n, (sys.executable, "-c", codes[n]), folder / f"{n}.log") for n in names])
+
+    playing = play(processes, order)
+    processes.on_poll.append(lambda: None if next(playing, True) is not True else processes.finish())
+    return processes.run(), said
+
+
+def test_replicas_join_drain_and_leave_while_the_run_goes_on(tmp_path: Path) -> None:
+    drained = threading.Event()
+
+    def play(processes: ProcessGroup, order: Replicas) -> Iterator[bool]:
+        processes.drain = lambda name: assert_(name == "rollout-1" and drained.wait(DEADLINE_SECONDS))
+        order(2)
+        while len(processes.children) < 3:
+            yield False
+        leaver = processes.children[2]
+        order(1)
+        while leaver.state != "draining":
+            yield False
+        for _ in range(5):
+            yield False
+        assert leaver.alive, "it has work left"
+        drained.set()
+        while leaver in processes.children:
+            yield False
+        assert not leaver.alive and processes.states().keys() == {"trainer", "rollout-0"}
+        yield True
+
+    outcome, said = run_scaled(tmp_path, play)
+    assert outcome == FINISHED
+    assert said == ["rollout-0 joins the run", "rollout-1 joins the run", "rollout-1 has left the run"]
+
+
+def test_a_replica_that_cannot_start_or_that_dies_as_it_leaves_ends_no_run(tmp_path: Path) -> None:
+    complains = "import sys; print('tandem: rollout.port: in use'); sys.exit(2)"
+
+    def play(processes: ProcessGroup, order: Replicas) -> Iterator[bool]:
+        processes.drain = lambda name: os.kill(processes.states()[name][1], signal.SIGKILL)
+        order(2, **{"rollout-1": complains})
+        while len(processes.children) < 3:
+            yield False
+        while "rollout-1" in processes.states():
+            yield False
+        order(0)
+        while len(processes.children) > 1:
+            yield False
+        yield True
+
+    outcome, said = run_scaled(tmp_path, play)
+    assert outcome == FINISHED
+    assert said[2:] == [
+        "tandem: rollout-1: rollout.port: in use",
+        "the run goes on without rollout-1",
+        "rollout-0 has left the run",
+    ]
 
 
 @pytest.mark.parametrize(
