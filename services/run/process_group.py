@@ -168,13 +168,16 @@ class ProcessGroup:
         else:
             return self._restart(child, code)
         self.report(f"tandem: {child.name}: {fault}")
-        return self._without(child) if child.joined_late else USER_ERROR
+        return self._end_of(child, USER_ERROR)
 
-    def _without(self, child: Child) -> None:
-        """Goes on without a replica that joined late and failed."""
+    def _end_of(self, child: Child, outcome: int) -> int | None:
+        """The run's exit code after a child has failed for good. None: it joined late, and the run goes on without."""
+        if not child.joined_late:
+            return outcome
         self.report(f"the run goes on without {child.name}")
         self._replicas = [spec for spec in self._replicas if spec.name != child.name]
         self.children = [one for one in self.children if one is not child]
+        return None
 
     def _start_is_due(self, child: Child) -> bool:
         if child.state == "restarting":
@@ -199,7 +202,7 @@ class ProcessGroup:
             self.report(f"the last lines of {child.spec.log_file}:")
             for line in child.last_lines(12):
                 self.report(f"  {line}")
-            return self._without(child) if child.joined_late else FAILED
+            return self._end_of(child, FAILED)
         child.state = "restarting"
         child.restarts += 1
         child.restart_at = time.monotonic() + delay
