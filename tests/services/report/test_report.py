@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tandem.protos.codec import encode_group
 from tandem.protos.types import TrajectoryGroup
+from tandem.services.cli import app
 from tandem.services.config import dump_recipe
 from tandem.trainer.batch.record import write_record
-from tests.support.processes import run_tandem
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.training_groups import make_batch, make_group
 
@@ -70,9 +71,9 @@ def make_run(folder: Path, run_id: str, *, steps: int = 3, **trainer: Any) -> Pa
 
 def report(*arguments: object) -> str:
     """The page that the command wrote and named."""
-    done = run_tandem("report", *map(str, arguments))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Path(done.stdout.strip()).read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return Path(done.output.strip()).read_text(encoding="utf-8")
 
 
 def body_of(page: str) -> str:
@@ -130,5 +131,5 @@ def test_a_run_that_has_trained_nothing_has_a_report(tmp_path: Path) -> None:
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     make_run(tmp_path, "mine")
     places = [name if name.startswith("-") else str(tmp_path / name) for name in arguments]
-    done = run_tandem("report", *places)
-    assert done.returncode == 2 and len(done.stderr.splitlines() + done.stdout.splitlines()) == 1, done
+    done = CliRunner().invoke(app, ["report", *places])
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
