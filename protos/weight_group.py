@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import inspect
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +36,8 @@ _OFFSET = 0x5851F42D4C957F2D
 _ROWS_AT_ONCE = {"cpu": 16}  # 512 KiB stays in the cache of a core
 _ROWS_AT_ONCE_ELSEWHERE = 2048
 _ANY_PORT = 9
+_SECRET = "secret"
+"""Key in the store of a group, with which its members recognise one another."""
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:
@@ -181,7 +185,11 @@ class WeightGroup:
             )  # held, because torch does not keep a store written in Python alive
             scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
+            if rank == 0:
+                scoped.set(_SECRET, secrets.token_hex(DIGEST_BYTES))
             self._group = _process_group(address, scoped, rank, device, timeout)
+            if address.backend == "gloo":
+                self._check_members(rank, scoped.get(_SECRET), timeout)
         except RuntimeError as error:  # torch's DistError and its timeouts are RuntimeErrors
             raise WeightTransferError(
                 f"weight group {address.group_name} of {address.world_size} ranks around {address.host} did not come "
@@ -207,11 +215,34 @@ class WeightGroup:
             group = self.address.group_name
             raise WeightTransferError(f"broadcast in weight group {group} failed: {_first_line(error)}") from error
 
+    def _check_members(self, rank: int, secret: bytes, timeout: timedelta) -> None:
+        """Raises WeightTransferError unless every connection leads to a process that could read the store.
+
+        Gloo accepts whoever connects first and names an expected connection. NCCL compares a number from the store.
+        """
+        peers = [peer for peer in range(self.address.world_size) if peer != rank]
+        proofs = [_proof(secret, rank, peer) for peer in peers]
+        sending = [self._group.send([proof], peer, 0) for peer, proof in zip(peers, proofs, strict=True)]
+        for peer in peers:
+            received = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
+            self._group.recv([received], peer, 0).wait(timeout)
+            if not torch.equal(received, _proof(secret, peer, rank)):
+                self.close()
+                group = self.address.group_name
+                raise WeightTransferError(f"a stranger connected to weight group {group} in place of rank {peer}")
+        for work in sending:
+            work.wait(timeout)
+
     def close(self) -> None:
         """Ends the group. Peers still in a broadcast get an error at once instead of at their deadline."""
         if self._group is not None:
             self._group.abort()
         self._group = None
+
+
+def _proof(secret: bytes, sender: int, receiver: int) -> torch.Tensor:
+    proof = hmac.digest(secret, f"{sender} to {receiver}".encode(), "sha256")
+    return torch.frombuffer(bytearray(proof), dtype=torch.uint8)
 
 
 def _process_group(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -16,6 +18,7 @@ import redis
 import torch
 from torch.distributed import DistStoreError, TCPStore
 
+from tandem.protos.errors import WeightTransferError
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import WeightGroupAddress
 from tandem.protos.weight_group import WeightGroup
@@ -94,6 +97,23 @@ def test_a_stranger_sets_no_key_of_a_weight_group(server: LockedRedis, source: S
     assert received.tolist() == list(range(8))
     for each in (group, second):
         each.close()
+
+
+def test_a_stranger_in_the_place_of_a_member_gets_no_weights(source: StoreSource) -> None:
+    address = WeightGroupAddress("127.0.0.1", "joined", 2, "gloo")
+    before = listening_ports(psutil.Process())
+    first = in_thread("rank 0", WeightGroup, address, 0, CPU, 10.0, source)
+    eventually(lambda: bool(listening_ports(psutil.Process()) - before))
+    (port,) = listening_ports(psutil.Process()) - before
+    strangers = [socket.create_connection(port, timeout=SECONDS) for _ in range(8)]
+    for number, stranger in enumerate(strangers):
+        stranger.sendall(struct.pack("<q", number))  # of an expected connection
+    with pytest.raises(WeightTransferError):
+        WeightGroup(address, 1, CPU, 10.0, source)
+    with pytest.raises(WeightTransferError):
+        first.result(SECONDS)
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_ranks_and_launchers_of_several_machines_answer_no_stranger(
