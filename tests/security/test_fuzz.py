@@ -26,6 +26,7 @@ from tandem.services.rpc.limits import ERROR_KEY
 from tandem.services.rpc.tokens import ROLES_NEEDED, Role, Tokens, bearer, run_token
 from tandem.services.run.control import control_server
 from tandem.services.run.process_group import ProcessGroup
+from tandem.services.run.scaling import Scaling
 from tests.support.fuzzing import PATHS, Fuzz
 from tests.support.redis_ring import new_run
 from tests.support.reward_server import Stub, answers, serving, submission, summary
@@ -75,12 +76,13 @@ def run(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     build_tiny_model(model)
     buffer = new_run(redis_url)
     tokens = Tokens.of_run(buffer.secret())
+    processes = ProcessGroup(report=lambda line: None)
     with ExitStack() as stack:
         addresses = {
             "tandem.v1.RolloutService": stack.enter_context(serving_sampler(buffer, recipe, model)),
             "tandem.v1.RewardService": stack.enter_context(serving(redis_url, tokens=tokens)).server.address,
             "tandem.v1.ControlService": stack.enter_context(
-                control_server(recipe, ProcessGroup(report=lambda line: None), buffer)
+                control_server(recipe, processes, buffer, Scaling(recipe, buffer, processes, lambda scaled: []))
             ),
         }
         yield Run(addresses, buffer.secret())

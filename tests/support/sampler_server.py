@@ -16,6 +16,7 @@ from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServ
 from tandem.services.rollout.service import SamplingWorker
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.service_info import ServiceInfo
+from tests.support.memory_store import IN_MEMORY
 
 MAX_RESPONSE_TOKENS = 8
 
@@ -24,7 +25,7 @@ MAX_RESPONSE_TOKENS = 8
 def serving_sampler(buffer: Buffer, recipe: Recipe, model: Path) -> Iterator[str]:
     """Yields the address. The model is one of `build_tiny_model`."""
     config = RolloutConfig(engine="transformers", kv_cache_bytes=1 << 22, max_response_tokens=MAX_RESPONSE_TOKENS)
-    arguments = SamplerArguments(config, str(model), "float32", max_model_tokens=24, seed=0)
+    arguments = SamplerArguments(config, str(model), "float32", max_model_tokens=24, seed=0, group_store=IN_MEMORY)
     with closing(asyncio.run(find_engine("transformers").start(arguments))) as engine:
         claims = SamplingWorker(buffer, engine, config, "rollout-0").loop
         servicer = RolloutServicer("rollout-0", engine, claims, MAX_RESPONSE_TOKENS, recipe.weights_folder)
