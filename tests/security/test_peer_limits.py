@@ -187,6 +187,9 @@ def test_a_peer_whose_messages_do_not_arrive_waits_only_for_itself() -> None:
                 return not calls[0].done()
 
             eventually(waits)
+            for _ in range(100):
+                score(address, OTHER)
+            assert not calls[0].done()
         assert calls[0].result() == reward_pb2.ScoreReply()
 
 
