@@ -37,9 +37,9 @@ def channel_credentials(path: Path, owner: Owner = "client") -> grpc.ChannelCred
     Raises ConfigError for a file that cannot be read, a key that other users may read or that is not the certificate's,
     and a certificate that is expired, not yet valid, of another CA or for another purpose.
     """
-    if path.is_dir():
-        return grpc.ssl_channel_credentials(*_read(path, owner, ssl.Purpose.CLIENT_AUTH))
     try:
+        if path.is_dir():
+            return grpc.ssl_channel_credentials(*_read(path, owner, ssl.Purpose.CLIENT_AUTH))
         ssl.create_default_context(cafile=path)
         return grpc.ssl_channel_credentials(path.read_bytes())
     except ssl.SSLError:

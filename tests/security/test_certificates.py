@@ -274,6 +274,7 @@ def test_a_client_with_unusable_files_does_not_connect(tmp_path: Path) -> None:
     for certificates, says in (
         (tmp_path, "client.key: other users may read"),
         (tmp_path / "gone", "gone: No such file or directory"),
+        (Path("long" * 100), "File name too long"),
         (tmp_path / "words.crt", "holds no certificate"),
     ):
         with pytest.raises(ConfigError, match=says):
