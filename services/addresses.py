@@ -7,8 +7,6 @@ import os
 import socket
 from collections.abc import Sequence
 
-import psutil
-
 from tandem.protos.errors import UnavailableError, UserError
 
 ADDRESS_VARIABLE = "TANDEM_REWARD_ADDRESS"
@@ -69,18 +67,6 @@ def target_of(addresses: Sequence[str]) -> str:
         if all(version in one for one in found):
             return f"{kind}:" + ",".join(dict.fromkeys(place for one in found for place in one[version]))
     raise UserError(f"addresses {', '.join(addresses)}: some are only IPv4, some only IPv6; use addresses of one kind")
-
-
-def interface_of(host: str) -> str:
-    """The network interface of this machine that has this address; "" if none has, as with 0.0.0.0."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address in found for address in addresses):
-            return name
-    return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from tandem.services.addresses import interface_of
+import psutil
+
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
@@ -43,7 +45,7 @@ def run_node(command: Sequence[str], recipe: Recipe, redis_url: str) -> int:
     """
     configure_logging("trainer", run=recipe.run.run_id)
     num_ranks, num_nodes, run_id = recipe.trainer.num_ranks, recipe.trainer.num_nodes, recipe.run.run_id
-    interface = interface_of(recipe.run.host)
+    interface = _interface_of(recipe.run.host)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     environment = {name: os.environ.get(name, interface) for name in names}
 
@@ -60,3 +62,15 @@ def run_node(command: Sequence[str], recipe: Recipe, redis_url: str) -> int:
     stop = stop_event()
     with closing(Buffer(redis_url, run_id)) as buffer:
         return Node(buffer.connection, num_nodes, start_ranks).run(stop)
+
+
+def _interface_of(host: str) -> str:
+    """The network interface of this machine that has this address; "" if none has, as with 0.0.0.0."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address in found for address in addresses):
+            return name
+    return ""
