@@ -58,7 +58,7 @@ def _read(folder: Path, owner: Owner, purpose: ssl.Purpose, host: str = "") -> t
         fault = error.verify_message.rstrip(".")
         raise ConfigError(f"{certificate}: {fault}; `tandem certs init {folder}{_named(host)}` renews it") from None
     except ssl.SSLError as error:
-        fault = (error.reason or "not a PEM file").replace("_", " ").lower()
+        fault = (error.reason or "one of them is not PEM, or is encrypted").replace("_", " ").lower()
         raise ConfigError(f"{certificate} and {key.name} cannot be used with {CA_FILE}: {fault}") from None
     except OSError as error:
         remedy = f"; `tandem certs init {folder}` writes it" if isinstance(error, FileNotFoundError) else ""
