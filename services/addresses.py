@@ -70,11 +70,12 @@ def target_of(addresses: Sequence[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that host."""
+    """Whether the name or IP address leads to this machine alone. An unknown name does: nothing can listen there."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        places = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(place[4][0]).partition("%")[0]).is_loopback for place in places)
 
 
 def _resolve(address: str) -> dict[int, list[str]]:

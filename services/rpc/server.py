@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import resource
 import socket
@@ -21,6 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.protos.errors import ConfigError, EnvironmentLackError
+from tandem.services.addresses import is_loopback
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
 from tandem.services.rpc.tokens import Tokens
 
@@ -136,7 +136,7 @@ def _options(limits: RpcLimits) -> list[tuple[str, int]]:
 def check_exposure(host: str, *, tls: bool, tokens: bool, insecure: bool) -> str:
     """What an address other than loopback exposes, "" if nothing. Raises ConfigError if it is not `insecure`."""
     lacks = [what for what, there in (("certificates", tls), ("tokens", tokens)) if not there]
-    if not lacks or _is_loopback(host):
+    if not lacks or is_loopback(host):
         return ""
     fault = f"{host} is not a loopback address, and the service has no {' and no '.join(lacks)}"
     if insecure:
@@ -144,15 +144,6 @@ def check_exposure(host: str, *, tls: bool, tokens: bool, insecure: bool) -> str
     made_by = {"certificates": "`tandem certs init` makes certificates", "tokens": "`tandem reward token` makes tokens"}
     made = ", ".join(made_by[one] for one in lacks)
     raise ConfigError(f"{fault}: {made}; or set insecure, if you trust all who can connect")
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the name or IP address leads to this machine alone. An unknown name does: nothing can listen there."""
-    try:
-        places = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
-        return True
-    return all(ipaddress.ip_address(str(place[4][0]).partition("%")[0]).is_loopback for place in places)
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

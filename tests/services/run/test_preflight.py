@@ -195,7 +195,7 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
         (ConfigError, {"trainer": {"num_nodes": 2}}, ["run.redis_url", "TANDEM_REDIS_URL"]),
         (
             ConfigError,
-            {"trainer": {"num_nodes": 2}, "run": {"redis_url": "redis://head:6379"}},
+            {"trainer": {"num_nodes": 2}, "run": {"redis_url": "redis://192.0.2.1:6379"}},
             ["run.host=127.0.0.1", "run.host=10.0.0.1"],
         ),
         (ConfigError, {"run": {"redis_url": "http://x"}}, ["run.redis_url"]),
