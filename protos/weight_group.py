@@ -257,7 +257,11 @@ def _process_group(
     if address.backend == "nccl":
         if not hasattr(dist, "ProcessGroupNCCL") or device.type != "cuda":
             raise EnvironmentLackError("weights.backend nccl needs GPUs and a CUDA torch; use gloo or disk on CPUs")
-        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_BLOCKING_WAIT="0"):
+        with _environment(
+            TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+            TORCH_NCCL_BLOCKING_WAIT="0",
+            TORCH_NCCL_ENABLE_MONITORING="0",  # a thread that would ask the store, in Python, until the process ends
+        ):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             with torch.cuda.device(device):

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from tandem.protos.errors import UnavailableError
@@ -68,7 +69,8 @@ class Node:
             return code
         finally:
             self._end_ranks()
-            self._report("left")
+            with suppress(UnavailableError):  # then its lease expires
+                self._report("left")
 
     def _step(self, stop: threading.Event) -> int | None:
         """One report, and what follows from it. Returns an exit code if that is all."""

@@ -19,6 +19,7 @@ import pytest
 from tandem.protos.errors import UnavailableError
 from tandem.services.process import in_thread
 from tandem.services.trainer import nodes
+from tandem.services.trainer.launch import _interface_of
 from tests.support.paths import ROOT
 from tests.support.trainer_node import make_node
 from tests.support.waiting import eventually
@@ -153,6 +154,13 @@ def test_a_stopped_machine_lets_its_ranks_end_and_the_others_wait(machines: Mach
     machines.start()
     eventually(lambda: machines.started(2))
     assert machines.go() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", ""), ("no.such.host.invalid", "")]
+)
+def test_ranks_connect_over_the_interface_of_the_machines_address(host: str, interface: str) -> None:
+    assert _interface_of(host) == interface
 
 
 def test_machines_that_do_not_come_are_reported(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
