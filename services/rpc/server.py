@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 INFO_SERVICE = "tandem.v1.InfoService"
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
-_IDLE_CONNECTION_SECONDS = 300
+_IDLE_CONNECTION_SECONDS = 3600  # gRPC's clients print a line when a connection is closed, so not often
 _MOST_CONNECTIONS = 1 << 20  # of a process that may open any number of files
 
 Info = Callable[[], common_pb2.InfoReply]
