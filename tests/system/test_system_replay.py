@@ -98,6 +98,7 @@ def test_only_adapters_are_broadcast_even_after_kills(tmp_path: Path) -> None:
     check_replay(run)
 
 
+@pytest.mark.deploy
 def test_a_trainer_runs_on_two_hosts(tmp_path: Path) -> None:
     """Two launchers on this machine that share only Redis and the run folder. A rank is killed; both start anew."""
     redis = start_redis(tmp_path / "shared")
