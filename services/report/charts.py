@@ -30,6 +30,7 @@ _PHASES = {
 }
 """Phases of a batch (`seconds_<phase>` in metrics.jsonl) in their order in the trainer's loop."""
 _REST = "outside these phases", "#f4f4f5"
+_BEAT_SECONDS = 2.0  # services report their busy time every second
 _TOOLS = "xpan,xwheel_zoom,box_zoom,reset"
 _AGE = re.compile(r"staleness_(\d)(?:_plus)?/num_loss_tokens")
 
@@ -141,7 +142,7 @@ def timeline(run: RunData) -> Iterator[tuple[str, figure]]:
         ("Samplers: share of time in which they generate", "sampler_busy_seconds", "#db2777"),
         ("Scorers: share of time in which they score", "scorer_busy_seconds", "#9333ea"),
     ):
-        pairs = [(before, line) for before, line in _pairs(run.lines) if name in before and name in line]
+        pairs = [(before, line) for before, line in _pairs(run.lines, _BEAT_SECONDS) if name in before and name in line]
         if pairs:
             chart = _chart(110, x_range=shared, y_range=(0, 1))
             shares = [_share(before, line, name) for before, line in pairs]
@@ -230,11 +231,15 @@ def distributions(runs: Sequence[RunData]) -> Iterator[tuple[str, figure]]:
             yield f"Importance weights π_trainer/π_sampler by staleness{whose}", chart
 
 
-def _pairs(lines: Sequence[Line]) -> Iterator[tuple[Line, Line]]:
-    """Lines that follow each other, within one life of the trainer."""
-    for before, line in itertools.pairwise(lines):
-        if line["time"] > before["time"] and not line.get("replayed"):
+def _pairs(lines: Sequence[Line], seconds: float = 0.0) -> Iterator[tuple[Line, Line]]:
+    """The lines at both ends of intervals of more than so many seconds, within one life of the trainer."""
+    before = lines[0] if lines else {}
+    for line in lines[1:]:
+        if line.get("replayed"):
+            before = line
+        elif line["time"] > before["time"] + seconds:
             yield before, line
+            before = line
 
 
 def _share(before: Line, line: Line, name: str) -> float:
