@@ -180,9 +180,8 @@ class WeightGroup:
         self.device = device
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            self._store = cast(
-                "dist.Store", store.open()
-            )  # held, because torch does not keep a store written in Python alive
+            # Held, because torch does not keep a store written in Python alive.
+            self._store = cast("dist.Store", store.open())
             scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
             if rank == 0:

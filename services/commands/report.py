@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tandem.protos.errors import UserError
 from tandem.protos.extras import missing_extra_named
 from tandem.services.run.folder import cannot_write, write_text
 
@@ -11,7 +12,11 @@ REPORT_FILE = "report.html"
 
 
 def write_report(folder: Path, other: Path | None, output: Path | None) -> Path:
-    """Writes the report of a run folder and returns its path. Raises EnvironmentLackError if it cannot be written."""
+    """Writes the report of a run folder and returns its path. Raises UserError if the runs cannot be compared or read,
+    or the report cannot be written.
+    """
+    if other and other.resolve() == folder.resolve():
+        raise UserError(f"{other} is the same run; name another one to compare it with")
     with missing_extra_named():
         from tandem.services.report.page import report_html
         from tandem.services.report.run_data import RunData

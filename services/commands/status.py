@@ -32,6 +32,7 @@ from tandem.services.run.folder import (
 )
 
 RPC_SECONDS = 2.0
+SCALE_SECONDS = 30.0  # the supervisor reads the size of the model
 _MOST_REPLICAS = 10_000  # fits into the message; a machine holds far fewer
 
 
@@ -78,7 +79,7 @@ def scale_service(folder: Path, wanted: str, console: Console) -> int:
         raise UserError(f"{folder}: no run is running there; go on with it by `{resume_command(folder)}`")
     with _connect(address.control, address) as channel, translated():
         request = control_pb2.ScaleRequest(service=service, replicas=min(int(count), _MOST_REPLICAS))
-        control_pb2_grpc.ControlServiceStub(channel).Scale(request, timeout=RPC_SECONDS)
+        control_pb2_grpc.ControlServiceStub(channel).Scale(request, timeout=SCALE_SECONDS)
     print_line(console, f"{service}: {count} ordered; `tandem status {folder}` shows who joins and leaves")
     return 0
 

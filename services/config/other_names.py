@@ -17,7 +17,10 @@ _RENORMALISE = (
     "they come from; leave the key out"
 )
 
-ABSENT_KEYS: Mapping[str, str] = dict.fromkeys(("rollout.top_p", "rollout.top_k", "rollout.min_p"), _RENORMALISE)
+ABSENT_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("rollout.top_p", "rollout.top_k", "rollout.min_p"), _RENORMALISE),
+    "trainer.rendezvous": "the machines of a trainer find one another in the run's Redis; set run.host on each",
+}
 """Key left out on purpose → reason."""
 
 VERL_KEYS: Mapping[str, str] = {

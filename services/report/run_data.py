@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.protos.codec import decode_group
+from tandem.protos.errors import DataError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE
@@ -32,8 +33,15 @@ class RunData:
 
     @classmethod
     def load(cls, folder: Path) -> RunData:
-        """Reads a run folder. Raises ConfigError if its configuration cannot be read."""
+        """Reads a run folder. Raises ConfigError for an unreadable configuration, DataError for unreadable figures."""
         recipe = load_resolved(folder / CONFIG_FILE)
+        try:
+            return cls._with_figures(folder, recipe)
+        except ValueError as error:
+            raise DataError(f"{folder}: its metrics, evaluations or summary cannot be read: {error}") from error
+
+    @classmethod
+    def _with_figures(cls, folder: Path, recipe: Recipe) -> RunData:
         lines, evaluations = (JsonLines(folder / name).read() for name in (METRICS_FILE, EVALUATIONS_FILE))
         evaluations.sort(key=lambda line: int(line["version"]))
         file = folder / SUMMARY_FILE

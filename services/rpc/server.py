@@ -119,15 +119,13 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
 def _options(limits: RpcLimits) -> list[tuple[str, int]]:
     """Besides these, gRPC ends connections that send too many pings."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
+    most_connections = most_files // 2 if most_files > 0 else _MOST_CONNECTIONS  # calls need files, too
     return [
         ("grpc.max_receive_message_length", limits.most_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
         ("grpc.max_concurrent_streams", limits.max_calls + 2 * limits.max_streams),  # of one connection
-        (
-            "grpc.max_allowed_incoming_connections",
-            most_files // 2 if most_files > 0 else _MOST_CONNECTIONS,
-        ),  # calls need files, too
+        ("grpc.max_allowed_incoming_connections", most_connections),
         ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_seconds)),
         ("grpc.max_connection_idle_ms", 1000 * _IDLE_CONNECTION_SECONDS),  # clients connect again by themselves
     ]

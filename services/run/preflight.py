@@ -271,12 +271,14 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 def check_added_samplers(recipe: Recipe, added: int) -> None:
     """Checks that this machine holds `added` samplers more beside what runs already; `recipe` counts them in."""
+    if added <= 0:
+        return
     check_backend(recipe)
     if gpu_ids():
         wanted, gpus = gpus_wanted(recipe), len(gpu_ids())
         if wanted > gpus:
             raise EnvironmentLackError(f"the run would need {wanted} GPUs, this machine shows {gpus}")
-    elif added > 0 and (facts := check_model(recipe)) is not None:
+    elif (facts := check_model(recipe)) is not None:
         need, free = added * _sampler_bytes(recipe, facts), free_memory_bytes()
         if need > free:
             fault = f"memory: {added} more sampler(s) need about {_size(need)}, {_size(free)} are free"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from tandem.protos import rollout_pb2, rollout_pb2_grpc
@@ -15,7 +16,7 @@ from tandem.services.run.children import ChildSpec
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.run.folder import CONFIG_FILE, write_text
 from tandem.services.run.preflight import check_added_samplers
-from tandem.services.run.process_group import ProcessGroup
+from tandem.services.run.process_group import SCALED_SERVICE, ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +38,27 @@ class Scaling:
         self._processes = processes
         self._specs_of = specs_of
         self._token = run_token(buffer.secret(), Role.operate)
+        self._one_at_a_time = threading.Lock()
         processes.drain = self.drain
 
     def scale(self, service: str, replicas: int) -> None:
         """Orders the number of samplers; the supervisor starts and stops them. Raises UserError for another service and
         for more samplers than this machine can hold.
         """
-        if service != "rollout":
-            raise UserError(f"{service or 'a service without a name'} cannot be scaled; only rollout can")
+        if service != SCALED_SERVICE:
+            raise UserError(f"{service or 'a service without a name'} cannot be scaled; only {SCALED_SERVICE} can")
         if replicas < 0:
-            raise UserError(f"rollout={replicas}: the number of samplers is at least 0")
+            raise UserError(f"{service}={replicas}: the number of samplers is at least 0")
+        with self._one_at_a_time:
+            self._order(replicas)
+
+    def _order(self, replicas: int) -> None:
         changed = self._recipe.rollout.model_copy(update={"num_replicas": replicas})
         scaled = self._recipe.model_copy(update={"rollout": changed})
         check_added_samplers(scaled, replicas - self._recipe.rollout.num_replicas)
         write_text(self._recipe.folder / CONFIG_FILE, dump_recipe(scaled), private=True)
         self._recipe = scaled
-        self._processes.set_replicas([spec for spec in self._specs_of(scaled) if spec.name.startswith("rollout-")])
+        self._processes.set_replicas([spec for spec in self._specs_of(scaled) if spec.name.startswith(SCALED_SERVICE)])
 
     def drain(self, name: str) -> None:
         """Waits until a sampler has finished the groups it holds, at most `DRAIN_SECONDS`."""

@@ -127,9 +127,13 @@ def test_a_run_that_has_trained_nothing_has_a_report(tmp_path: Path) -> None:
     assert "No batch is trained yet." in body
 
 
-@pytest.mark.parametrize("arguments", [("missing",), ("mine", "missing"), ("mine", "--output", "mine/no/such/file")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("missing",), ("mine", "missing"), ("mine", "mine"), ("other/damaged",), ("mine", "--output", "mine/no/such/file")],
+)
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     make_run(tmp_path, "mine")
+    (make_run(tmp_path / "other", "damaged") / "metrics.jsonl").write_text('{"step": 1\n')
     places = [name if name.startswith("-") else str(tmp_path / name) for name in arguments]
     done = CliRunner().invoke(app, ["report", *places])
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output

@@ -28,7 +28,7 @@ from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run import model_check, preflight
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_disk, check_memory, check_recipe, check_service
+from tandem.services.run.preflight import check_added_samplers, check_disk, check_memory, check_recipe, check_service
 from tests.support.run_inputs import CONFIG, Values, recipe_of, write_dataset, write_model, write_safetensors
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -218,6 +218,15 @@ def test_nccl_needs_a_gpu_for_every_process(values: Values, monkeypatch: pytest.
     check_recipe(recipe_of(values, weights={"backend": "nccl"}), resume=False)
     crowded = recipe_of(values, weights={"backend": "nccl"}, rollout={"num_replicas": 2})
     refused(ConfigError, crowded, "needs 3 GPUs", "shows 2")
+
+
+def test_samplers_join_only_if_gpus_are_free_and_leave_in_any_case(
+    values: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0",))  # trainer and samplers share it
+    check_added_samplers(recipe_of(values, rollout={"num_replicas": 1}), -1)
+    with pytest.raises(EnvironmentLackError, match=r"would need 3 GPUs, this machine shows 1"):
+        check_added_samplers(recipe_of(values, rollout={"num_replicas": 2}), 1)
 
 
 def test_a_missing_redis_server_is_refused(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
