@@ -129,7 +129,13 @@ def test_a_run_that_has_trained_nothing_has_a_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("missing",), ("mine", "missing"), ("mine", "mine"), ("other/damaged",), ("mine", "--output", "mine/no/such/file")],
+    [
+        ("missing",),
+        ("mine", "missing"),
+        ("mine", "mine"),
+        ("other/damaged",),
+        ("mine", "--output", "mine/no/such/file"),
+    ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     make_run(tmp_path, "mine")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,9 @@ _MAX_BUCKET_ELEMENTS = 200_000_000
 _MAX_PERSISTENT_ELEMENTS = 100_000
 _SAVED_CLASSES = [ZeroStageEnum, LossScaler, fragment_address]
 """Classes that hold a few numbers in the files of DeepSpeed's optimizers."""
+# Python before 3.11.4 names `getattr` in the pickle of an enumeration, which is not to be called from a file.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+_REFUSED_NAME = re.compile(r"GLOBAL (\S+)")
 
 
 class DeepSpeedEngine(TrainingEngine):
@@ -83,9 +88,11 @@ class DeepSpeedEngine(TrainingEngine):
                 str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
             )
         except UnpicklingError as error:
+            named = _REFUSED_NAME.search(str(error))
+            what = f" ({named[1]})" if named else ""
             raise DataError(
-                f"checkpoint {folder.parent} holds more than tensors and settings, so Tandem did not write it "
-                f"({' '.join(str(error).split())[:200]}): remove it to resume from the one before it"
+                f"checkpoint {folder.parent} holds more than tensors and settings{what}, so Tandem did not write it "
+                "or it is damaged: remove it to resume from the one before it"
             ) from None
         if path is None:
             raise DataError(
