@@ -26,7 +26,7 @@ test-system: setup  ## whole runs with real processes: recipes, replays, kills
 	@$(BIN)/pytest -n 2 --dist worksteal -m "(system or slow) and not deploy" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
-test-deploy: setup  ## security (strangers, certificates, fuzzed messages, open ports) and scaling
+test-deploy: setup  ## compose, Ray, Helm, several hosts, dashboard, metrics, scaling, security
 	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute
@@ -56,6 +56,7 @@ check-protos:
 
 check-docs:
 	@$(BIN)/python -m tandem.services.config.docs --check
+	@$(BIN)/python -m tandem.services.metrics.docs --check
 
 bench: setup  ## the share of time in which sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
@@ -72,8 +73,9 @@ staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumab
 protos: setup  ## regenerate the stubs of protos/*.proto
 	@deploy/protos.sh
 
-docs: setup  ## regenerate docs/configuration.md from the configuration models
+docs: setup  ## regenerate docs/configuration.md and the list of docs/metrics.md
 	@$(BIN)/python -m tandem.services.config.docs
+	@$(BIN)/python -m tandem.services.metrics.docs
 
 lock:  ## rewrite constraints-cpu.txt from a fresh install of pyproject.toml's ranges
 	@deploy/setup.sh --lock

@@ -261,7 +261,6 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
         "run.seed": seed,
         "run.total_batches": settings["batches"],
         "run.staleness_budget": cell.budget,
-        "run.metrics_to_tensorboard": "false",
         "model.path": start / "model",
         **_data(start / "data"),
         "trainer.correction": cell.correction,

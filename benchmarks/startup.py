@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 from tandem.rollout.engine import find_engine  # noqa: E402
 from tandem.services.config import parse_recipe  # noqa: E402
 from tandem.services.data.arithmetic import write_task  # noqa: E402
-from tandem.services.run.children import RedisChild  # noqa: E402
 from tandem.services.run.ledger import create_ledger  # noqa: E402
+from tandem.services.run.redis_child import RedisChild  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20

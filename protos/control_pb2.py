@@ -24,35 +24,59 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\"\x12\n\x10GetStatusRequest\"\xd0\x01\n\x0eGetStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x33\n\x08services\x18\x03 \x03(\x0b\x32!.tandem.v1.GetStatusReply.Service\x1ah\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"1\n\x0cScaleRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"\x0c\n\nScaleReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply2\x92\x02\n\x0e\x43ontrolService\x12\x43\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x19.tandem.v1.GetStatusReply\x12\x43\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\x12\x37\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x15.tandem.v1.ScaleReply\x12=\n\x07StopRun\x12\x19.tandem.v1.StopRunRequest\x1a\x17.tandem.v1.StopRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/control.proto\x12\ttandem.v1\"\x0f\n\rStatusRequest\"\x0e\n\x0cWatchRequest\"\xe1\x05\n\x0bStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07run_dir\x18\x02 \x01(\t\x12\x10\n\x08launcher\x18\x03 \x01(\t\x12\r\n\x05\x65nded\x18\x04 \x01(\t\x12\x30\n\x08services\x18\x05 \x03(\x0b\x32\x1e.tandem.v1.StatusReply.Service\x12\x45\n\x10\x64\x65sired_replicas\x18\x06 \x03(\x0b\x32+.tandem.v1.StatusReply.DesiredReplicasEntry\x12\x32\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\".tandem.v1.StatusReply.CountsEntry\x12\x32\n\tdecisions\x18\x08 \x03(\x0b\x32\x1f.tandem.v1.StatusReply.Decision\x12\x10\n\x08warnings\x18\t \x03(\t\x1a\xbd\x01\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05state\x18\x04 \x01(\t\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x07 \x01(\t\x12\x16\n\x0epolicy_version\x18\x08 \x01(\x03\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x1d\n\x15heartbeat_age_seconds\x18\n \x01(\x01\x1av\n\x08\x44\x65\x63ision\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x15\n\rfrom_replicas\x18\x03 \x01(\x05\x12\x13\n\x0bto_replicas\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\x1a\x36\n\x14\x44\x65siredReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x12\n\x10GetLedgerRequest\"\x8a\x01\n\x0eGetLedgerReply\x12\x35\n\x06\x63ounts\x18\x01 \x03(\x0b\x32%.tandem.v1.GetLedgerReply.CountsEntry\x12\x12\n\nviolations\x18\x02 \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"1\n\x0cScaleRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"\x0c\n\nScaleReply\"#\n\x13\x44rainSamplerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x13\n\x11\x44rainSamplerReply\"$\n\x14PauseSamplersRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x12PauseSamplersReply\x12\r\n\x05names\x18\x01 \x03(\t\"%\n\x15ResumeSamplersRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"$\n\x13ResumeSamplersReply\x12\r\n\x05names\x18\x01 \x03(\t\"\r\n\x0bStopRequest\"\x0b\n\tStopReply2\x98\x04\n\x0e\x43ontrolService\x12:\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x16.tandem.v1.StatusReply\x12:\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x16.tandem.v1.StatusReply0\x01\x12\x43\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x19.tandem.v1.GetLedgerReply\x12\x37\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x15.tandem.v1.ScaleReply\x12\x45\n\x05\x44rain\x12\x1e.tandem.v1.DrainSamplerRequest\x1a\x1c.tandem.v1.DrainSamplerReply\x12G\n\x05Pause\x12\x1f.tandem.v1.PauseSamplersRequest\x1a\x1d.tandem.v1.PauseSamplersReply\x12J\n\x06Resume\x12 .tandem.v1.ResumeSamplersRequest\x1a\x1e.tandem.v1.ResumeSamplersReply\x12\x34\n\x04Stop\x12\x16.tandem.v1.StopRequest\x1a\x14.tandem.v1.StopReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.protos.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STATUSREPLY_DESIREDREPLICASENTRY']._loaded_options = None
+  _globals['_STATUSREPLY_DESIREDREPLICASENTRY']._serialized_options = b'8\001'
+  _globals['_STATUSREPLY_COUNTSENTRY']._loaded_options = None
+  _globals['_STATUSREPLY_COUNTSENTRY']._serialized_options = b'8\001'
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._loaded_options = None
   _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=42
-  _globals['_GETSTATUSREQUEST']._serialized_end=60
-  _globals['_GETSTATUSREPLY']._serialized_start=63
-  _globals['_GETSTATUSREPLY']._serialized_end=271
-  _globals['_GETSTATUSREPLY_SERVICE']._serialized_start=167
-  _globals['_GETSTATUSREPLY_SERVICE']._serialized_end=271
-  _globals['_GETLEDGERREQUEST']._serialized_start=273
-  _globals['_GETLEDGERREQUEST']._serialized_end=291
-  _globals['_GETLEDGERREPLY']._serialized_start=294
-  _globals['_GETLEDGERREPLY']._serialized_end=432
-  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_start=387
-  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_end=432
-  _globals['_SCALEREQUEST']._serialized_start=434
-  _globals['_SCALEREQUEST']._serialized_end=483
-  _globals['_SCALEREPLY']._serialized_start=485
-  _globals['_SCALEREPLY']._serialized_end=497
-  _globals['_STOPRUNREQUEST']._serialized_start=499
-  _globals['_STOPRUNREQUEST']._serialized_end=515
-  _globals['_STOPRUNREPLY']._serialized_start=517
-  _globals['_STOPRUNREPLY']._serialized_end=531
-  _globals['_CONTROLSERVICE']._serialized_start=534
-  _globals['_CONTROLSERVICE']._serialized_end=808
+  _globals['_STATUSREQUEST']._serialized_start=42
+  _globals['_STATUSREQUEST']._serialized_end=57
+  _globals['_WATCHREQUEST']._serialized_start=59
+  _globals['_WATCHREQUEST']._serialized_end=73
+  _globals['_STATUSREPLY']._serialized_start=76
+  _globals['_STATUSREPLY']._serialized_end=813
+  _globals['_STATUSREPLY_SERVICE']._serialized_start=401
+  _globals['_STATUSREPLY_SERVICE']._serialized_end=590
+  _globals['_STATUSREPLY_DECISION']._serialized_start=592
+  _globals['_STATUSREPLY_DECISION']._serialized_end=710
+  _globals['_STATUSREPLY_DESIREDREPLICASENTRY']._serialized_start=712
+  _globals['_STATUSREPLY_DESIREDREPLICASENTRY']._serialized_end=766
+  _globals['_STATUSREPLY_COUNTSENTRY']._serialized_start=768
+  _globals['_STATUSREPLY_COUNTSENTRY']._serialized_end=813
+  _globals['_GETLEDGERREQUEST']._serialized_start=815
+  _globals['_GETLEDGERREQUEST']._serialized_end=833
+  _globals['_GETLEDGERREPLY']._serialized_start=836
+  _globals['_GETLEDGERREPLY']._serialized_end=974
+  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_start=768
+  _globals['_GETLEDGERREPLY_COUNTSENTRY']._serialized_end=813
+  _globals['_SCALEREQUEST']._serialized_start=976
+  _globals['_SCALEREQUEST']._serialized_end=1025
+  _globals['_SCALEREPLY']._serialized_start=1027
+  _globals['_SCALEREPLY']._serialized_end=1039
+  _globals['_DRAINSAMPLERREQUEST']._serialized_start=1041
+  _globals['_DRAINSAMPLERREQUEST']._serialized_end=1076
+  _globals['_DRAINSAMPLERREPLY']._serialized_start=1078
+  _globals['_DRAINSAMPLERREPLY']._serialized_end=1097
+  _globals['_PAUSESAMPLERSREQUEST']._serialized_start=1099
+  _globals['_PAUSESAMPLERSREQUEST']._serialized_end=1135
+  _globals['_PAUSESAMPLERSREPLY']._serialized_start=1137
+  _globals['_PAUSESAMPLERSREPLY']._serialized_end=1172
+  _globals['_RESUMESAMPLERSREQUEST']._serialized_start=1174
+  _globals['_RESUMESAMPLERSREQUEST']._serialized_end=1211
+  _globals['_RESUMESAMPLERSREPLY']._serialized_start=1213
+  _globals['_RESUMESAMPLERSREPLY']._serialized_end=1249
+  _globals['_STOPREQUEST']._serialized_start=1251
+  _globals['_STOPREQUEST']._serialized_end=1264
+  _globals['_STOPREPLY']._serialized_start=1266
+  _globals['_STOPREPLY']._serialized_end=1277
+  _globals['_CONTROLSERVICE']._serialized_start=1280
+  _globals['_CONTROLSERVICE']._serialized_end=1816
 # @@protoc_insertion_point(module_scope)

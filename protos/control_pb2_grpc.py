@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """The supervisor of a run.
+    """The controller of a run: what its services do, and how many replicas they are to have.
     """
 
     def __init__(self, channel):
@@ -35,10 +35,15 @@ class ControlServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.GetStatus = channel.unary_unary(
-                '/tandem.v1.ControlService/GetStatus',
-                request_serializer=tandem_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=tandem_dot_protos_dot_control__pb2.GetStatusReply.FromString,
+        self.Status = channel.unary_unary(
+                '/tandem.v1.ControlService/Status',
+                request_serializer=tandem_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.StatusReply.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/tandem.v1.ControlService/Watch',
+                request_serializer=tandem_dot_protos_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.ControlService/GetLedger',
@@ -50,19 +55,41 @@ class ControlServiceStub:
                 request_serializer=tandem_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem_dot_protos_dot_control__pb2.ScaleReply.FromString,
                 _registered_method=True)
-        self.StopRun = channel.unary_unary(
-                '/tandem.v1.ControlService/StopRun',
-                request_serializer=tandem_dot_protos_dot_control__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=tandem_dot_protos_dot_control__pb2.StopRunReply.FromString,
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.ControlService/Drain',
+                request_serializer=tandem_dot_protos_dot_control__pb2.DrainSamplerRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.DrainSamplerReply.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/tandem.v1.ControlService/Pause',
+                request_serializer=tandem_dot_protos_dot_control__pb2.PauseSamplersRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.PauseSamplersReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/tandem.v1.ControlService/Resume',
+                request_serializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.FromString,
+                _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/tandem.v1.ControlService/Stop',
+                request_serializer=tandem_dot_protos_dot_control__pb2.StopRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.StopReply.FromString,
                 _registered_method=True)
 
 
 class ControlServiceServicer:
-    """The supervisor of a run.
+    """The controller of a run: what its services do, and how many replicas they are to have.
     """
 
-    def GetStatus(self, request, context):
+    def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """The status at once, then at each change, at most every 0.5 s and at least every 2 s, until the caller cancels.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -75,13 +102,34 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Changes the number of replicas of a service. Replies when the order is taken; GetStatus shows what came of it.
+        """Orders the number of replicas of a service. Replies when the order is taken; Status shows what came of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StopRun(self, request, context):
+    def Drain(self, request, context):
+        """One sampler finishes its groups and leaves for good. The desired number of samplers falls by one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Samplers claim no more prompts; they finish the groups they hold, receive weights and answer direct requests. They
+        stay paused until resumed, also when they restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
         """Ends the run as Ctrl-C does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -91,10 +139,15 @@ class ControlServiceServicer:
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=tandem_dot_protos_dot_control__pb2.GetStatusRequest.FromString,
-                    response_serializer=tandem_dot_protos_dot_control__pb2.GetStatusReply.SerializeToString,
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.StatusRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.StatusReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.WatchRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.StatusReply.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
@@ -106,10 +159,25 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_protos_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=tandem_dot_protos_dot_control__pb2.ScaleReply.SerializeToString,
             ),
-            'StopRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopRun,
-                    request_deserializer=tandem_dot_protos_dot_control__pb2.StopRunRequest.FromString,
-                    response_serializer=tandem_dot_protos_dot_control__pb2.StopRunReply.SerializeToString,
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.DrainSamplerRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.DrainSamplerReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.PauseSamplersRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.PauseSamplersReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.StopRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.StopReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,11 +188,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """The supervisor of a run.
+    """The controller of a run: what its services do, and how many replicas they are to have.
     """
 
     @staticmethod
-    def GetStatus(request,
+    def Status(request,
             target,
             options=(),
             channel_credentials=None,
@@ -137,9 +205,36 @@ class ControlService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.ControlService/GetStatus',
-            tandem_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-            tandem_dot_protos_dot_control__pb2.GetStatusReply.FromString,
+            '/tandem.v1.ControlService/Status',
+            tandem_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.ControlService/Watch',
+            tandem_dot_protos_dot_control__pb2.WatchRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -205,7 +300,7 @@ class ControlService:
             _registered_method=True)
 
     @staticmethod
-    def StopRun(request,
+    def Drain(request,
             target,
             options=(),
             channel_credentials=None,
@@ -218,9 +313,90 @@ class ControlService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.ControlService/StopRun',
-            tandem_dot_protos_dot_control__pb2.StopRunRequest.SerializeToString,
-            tandem_dot_protos_dot_control__pb2.StopRunReply.FromString,
+            '/tandem.v1.ControlService/Drain',
+            tandem_dot_protos_dot_control__pb2.DrainSamplerRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.DrainSamplerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ControlService/Pause',
+            tandem_dot_protos_dot_control__pb2.PauseSamplersRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.PauseSamplersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ControlService/Resume',
+            tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ControlService/Stop',
+            tandem_dot_protos_dot_control__pb2.StopRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.StopReply.FromString,
             options,
             channel_credentials,
             insecure,

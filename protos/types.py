@@ -214,6 +214,8 @@ class StepResult:
     optimizer_step: int
     changed: bool
     metrics: Mapping[str, float]
+    advantages: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """(group id, trajectory id) → mean over the trajectory's loss tokens."""
 
 
 @dataclass(frozen=True, slots=True)

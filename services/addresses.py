@@ -78,6 +78,14 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(place[4][0]).partition("%")[0]).is_loopback for place in places)
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether the host stands for all addresses of this machine, as 0.0.0.0 does. No client connects to it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def _resolve(address: str) -> dict[int, list[str]]:
     """The IP addresses of host:port by IP version, with the port."""
     host, _, port = address.rpartition(":")

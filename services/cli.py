@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tandem.services.command_line import argument, command, console, full_disk_named, option, run_service_command
+from tandem.services.command_line import argument, command, console, option, read_secret_files, run_service_command
+from tandem.services.commands.operate import operate_app
 from tandem.services.commands.reward import reward_app
+from tandem.services.commands.serve import LauncherName, Service
 from tandem.services.rpc.tokens import Role, run_token
 
 if TYPE_CHECKING:
@@ -29,13 +31,16 @@ certs_app = typer.Typer(no_args_is_help=True, help="Makes TLS certificates.\n\nE
 app.add_typer(certs_app, name="certs")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
+app.add_typer(operate_app)
 
 
-Service = Literal["feed", "rollout", "reward", "trainer"]
 RecipeArgument = Annotated[Path, argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.")]
 Overrides = Annotated[
     list[str] | None,
     argument(metavar="KEY=VALUE", help="Settings that override the recipe, e.g. trainer.learning_rate=2e-6."),
+]
+Launcher = Annotated[
+    Literal["local", "ray"], typer.Option(help="Where services start: on this machine, or in a Ray cluster.")
 ]
 RunArgument = Annotated[str | None, argument(metavar="RUN", help="A run folder. Default: the newest one under runs/.")]
 
@@ -43,7 +48,9 @@ RunArgument = Annotated[str | None, argument(metavar="RUN", help="A run folder. 
 @app.command(short_help="Build data and a tiny model, and watch it learn.")
 @command
 def demo(
-    overrides: Overrides = None, seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
+    launcher: Launcher = "local",
 ) -> int:
     """Builds data and a tiny model, trains it with all services, and shows what it learned. Takes a few minutes and
     downloads nothing.
@@ -52,24 +59,25 @@ def demo(
     """
     from tandem.services.commands.demo import main
 
-    return main(seed, overrides or [])
+    return main(seed, overrides or [], launcher)
 
 
-@app.command(short_help="Run a recipe on this machine.")
+@app.command(short_help="Run a recipe with all its services.")
 @command
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the recipe's run folder.")] = False,
+    launcher: Launcher = "local",
 ) -> int:
-    """Runs a recipe on this machine: feed, samplers, reward service and trainer. Restarts services that die. Ctrl-C
-    stops all of them.
+    """Runs a recipe: feed, samplers, reward service and trainer, on this machine or on those of the Ray cluster at
+    RAY_ADDRESS. Restarts services that die. Ctrl-C stops all of them.
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
-    from tandem.services.run.supervisor import run_recipe
+    from tandem.services.launchers.supervisor import run_recipe
 
-    return run_recipe(_load(recipe, overrides), resume, console=console())
+    return run_recipe(_load(recipe, overrides), resume, console=console(), launcher_name=launcher)
 
 
 @app.command(short_help="Run one service of a run.")
@@ -77,7 +85,13 @@ def serve(
     service: Annotated[Service, argument(help="Which service.")],
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    replica: Annotated[int, typer.Option(min=0, help="Number of this sampler, from 0.")] = 0,
+    replica: Annotated[
+        int | None,
+        option(min=0, help="Number of this sampler or reward service. Default: the smallest that no other has."),
+    ] = None,
+    launcher: Annotated[
+        LauncherName, typer.Option(help="What starts and stops replicas for the controller. none: you do.")
+    ] = "none",
 ) -> None:
     """Runs one service in the foreground, on this or another machine. It uses the Redis of run.redis_url, of
     TANDEM_REDIS_URL, or of the supervisor in the recipe's run folder. Without a supervisor, services may start in any
@@ -85,34 +99,9 @@ def serve(
 
     Example: tandem serve rollout runs/mine/config.json --replica 1
     """
-    from tandem.services.process import die_with_parent
+    from tandem.services.commands.serve import serve_one
 
-    supervisor = os.environ.get("TANDEM_PARENT_PID")
-    if supervisor is not None:
-        die_with_parent(int(supervisor))
-
-    def work() -> None:
-        from tandem.protos.child_environment import drop_secrets
-        from tandem.services.logging_setup import configure_logging
-        from tandem.services.run.folder import redis_url_of
-
-        loaded = _load(recipe, overrides)
-        configure_logging(service, run=loaded.run.run_id, replica=replica if service == "rollout" else None)
-        if supervisor is not None:
-            redis_url = os.environ["TANDEM_REDIS_URL"]
-        else:
-            from tandem.services.run.ledger import join_run
-            from tandem.services.run.preflight import check_service
-
-            check_service(loaded, service, replica)
-            redis_url = redis_url_of(loaded)
-            join_run(loaded, redis_url, service)
-        if service == "rollout":
-            drop_secrets()  # it has read them; its engine's processes need none
-        with full_disk_named(loaded.folder):
-            _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
-
-    run_service_command(work)
+    run_service_command(lambda: serve_one(service, recipe, overrides or (), replica, launcher))
 
 
 @app.command(short_help="Fine-tune a model before a run.")
@@ -156,34 +145,24 @@ def replay(run_folder: RunArgument = None) -> int:
     return main(folder)
 
 
-@app.command(short_help="Show what a run is doing, or did.")
+@app.command(short_help="Propose how to split GPUs between trainer and samplers.")
 @command
-def status(run_folder: RunArgument = None) -> int:
-    """Shows the services of a running run and where its groups are; of a finished one, its summary.
-
-    Example: tandem status runs/demo
-    """
-    from tandem.services.commands.status import show_status
-    from tandem.services.run.folder import find_run
-
-    return show_status(find_run(run_folder), console())
-
-
-@app.command(short_help="Change the number of a running run's samplers.")
-@command
-def scale(
-    run_folder: Annotated[str, argument(metavar="RUN", help="The folder of a run that is running.")],
-    wanted: Annotated[str, argument(metavar="rollout=COUNT", help="The service and its number of replicas.")],
+def plan(
+    recipe: RecipeArgument,
+    gpus: Annotated[int, option(min=2, help="GPUs to split.")],
+    overrides: Overrides = None,
+    measured: Annotated[str | None, option("--from", metavar="RUN", help="Folder of a run of the recipe.")] = None,
 ) -> int:
-    """Changes the number of samplers of a running run. A further one joins once its engine has started and has the
-    current weights. One that is no longer wanted finishes its groups first.
+    """Proposes how to split GPUs between trainer ranks and samplers. It simulates the recipe with the rates of a run
+    that was measured, which may be short and small.
 
-    Example: tandem scale runs/mine rollout=2
+    Example: tandem plan recipe.toml --gpus 64 --from runs/mine
     """
-    from tandem.services.commands.status import scale_service
+    from tandem.services.commands.plan import show_plan
     from tandem.services.run.folder import find_run
 
-    return scale_service(find_run(run_folder), wanted, console())
+    folder = find_run(measured) if measured else None
+    return show_plan(recipe, _load(recipe, overrides), gpus, folder, console())
 
 
 @app.command(short_help="Print a token for the services of a run.")
@@ -238,6 +217,35 @@ def report(
     return 0
 
 
+@app.command(short_help="Show runs on a web page, and steer them.")
+@command
+def dashboard(
+    runs: Annotated[
+        list[str] | None, argument(metavar="RUN...", help="Run folders. Default: the newest one under runs/.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8470,
+    name: Annotated[
+        list[str] | None, option(metavar="NAME", help="Another host name under which browsers reach the page.")
+    ] = None,
+    certificates: Annotated[
+        Path | None, option(metavar="FOLDER", help="Talk TLS, as service.crt of this folder of `tandem certs init`.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen on any --host without TLS.")] = False,
+) -> int:
+    """Serves a web page with the state of runs, their replicas, curves, samples, reward jobs and events. It is live
+    while a run goes on. `tandem token RUN --role read` prints a token that may look, `--role operate` one that may
+    also steer.
+
+    Example: tandem dashboard runs/mine runs/other --port 8470
+    """
+    from tandem.services.commands.dashboard import show_dashboard
+
+    return show_dashboard(
+        runs or [], host=host, port=port, names=name or [], certificates=certificates, insecure=insecure
+    )
+
+
 @app.command(short_help="Check what this machine has and lacks.")
 @command
 def doctor() -> int:
@@ -249,6 +257,27 @@ def doctor() -> int:
     from tandem.services.commands.doctor import run_doctor
 
     return run_doctor(console())
+
+
+@app.command(short_help="Ask whether a service serves.")
+@command
+def health(
+    address: Annotated[
+        str, typer.Argument(metavar="[ADDRESS]", help="host:port. Default: what TANDEM_ADDRESS_FILE holds.")
+    ] = "",
+    server_name: Annotated[
+        str, option(help="Name that the certificate has to have. Default: the host of the address.")
+    ] = "",
+) -> int:
+    """Asks a service's gRPC health service, as the probe of a container does. Needs no token; for a service of a run
+    with certificates, TANDEM_CERTIFICATES names the folder of client.crt. Exits 1 if the service does not serve.
+
+    Example: tandem health 127.0.0.1:50051
+    """
+    from tandem.services.commands.health import check_health
+
+    print(check_health(address, server_name))
+    return 0
 
 
 @app.command(short_help="Print a recipe with all defaults.")
@@ -328,30 +357,6 @@ def certs_init(
     return 0
 
 
-def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
-    from tandem.services.process import starting
-
-    if service == "feed":
-        with starting():
-            from tandem.services import feed_service
-
-        feed_service.main(recipe, redis_url)
-    elif service == "rollout":
-        with starting():
-            from tandem.services.rollout import service as rollout_service
-
-        rollout_service.main(recipe, redis_url, replica)
-    elif service == "reward":
-        with starting():
-            from tandem.services.reward import service as reward_service
-
-        reward_service.main(recipe, redis_url)
-    else:
-        from tandem.services.trainer.launch import run_trainer
-
-        run_trainer(recipe, redis_url, recipe_arguments)
-
-
 def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
     from tandem.services.config import load_recipe
 
@@ -361,6 +366,7 @@ def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
 def main() -> None:
     """Entry point of the `tandem` script."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for every failed TLS handshake
+    read_secret_files()
     app(prog_name="tandem")
 
 

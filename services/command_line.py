@@ -116,6 +116,20 @@ def _output_is_written() -> bool:
     return True
 
 
+def read_secret_files() -> None:
+    """Sets TANDEM_REDIS_URL from the file that TANDEM_REDIS_URL_FILE names: containers get their secrets as files. Ends
+    the process with exit code 2 if it cannot be read.
+    """
+    file = os.environ.get("TANDEM_REDIS_URL_FILE", "")
+    if not file or os.environ.get("TANDEM_REDIS_URL"):
+        return
+    try:
+        os.environ["TANDEM_REDIS_URL"] = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        print_error(f"TANDEM_REDIS_URL_FILE: {file}: {error.strerror}; mend that, or set TANDEM_REDIS_URL")
+        sys.exit(2)
+
+
 def run_service(work: Callable[[], int | None]) -> NoReturn:
     """Runs the main function of a process and ends it with its exit code."""
     sys.exit(exit_code_of(work))

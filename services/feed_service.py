@@ -19,6 +19,7 @@ from tandem.services.buffer.buffer import Admission, Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging
+from tandem.services.metrics.tracing import add_spans
 from tandem.services.process import stop_event
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.service_info import ServiceInfo
@@ -151,7 +152,9 @@ class Feed:
         groups = self._stream.run(min(admission.free, admission.wanted, _CHUNK_GROUPS))
         if not groups:
             return self._stream.finished  # if the last rows were skipped, the next call marks the end
+        began = time.time_ns()
         number = self._buffer.admit([(group.group_id, group.payload) for group in groups], groups[-1].position + 1)
+        add_spans("admit", self._buffer.run_id, [group.group_id for group in groups[:number]], began, {})
         self._stream.advance(number)
         self.admitted += number
         self.activity = "admitting"
@@ -175,7 +178,7 @@ class Feed:
 
 
 def main(recipe: Recipe, redis_url: str) -> None:
-    """Runs the feed until SIGTERM.
+    """Runs the feed until SIGTERM, or until the run ends.
 
     Raises UserError if dataset, model, chat template or port cannot be used, TandemError if Redis is unreachable.
     """
@@ -183,5 +186,5 @@ def main(recipe: Recipe, redis_url: str) -> None:
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
     feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
-    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe):
+    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe, stop):
         feed.run(stop)

@@ -16,6 +16,8 @@ from tandem.services.process import Repeated
 
 log = logging.getLogger(__name__)
 
+RESUME_SECONDS = 60.0
+"""How long a service that starts in a run that has ended waits for somebody to resume the run."""
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -59,20 +61,34 @@ class ServiceInfo:
 
 
 class Heartbeat(Repeated):
-    """Context manager: writes the figures of a service to the registry every second until it is left."""
+    """Context manager: reports to the registry every second what a service of a run does, until it is left.
 
-    def __init__(self, buffer: Buffer, name: str, figures: Callable[[], Mapping[str, float]]) -> None:
+    Sets `stop` once the run has ended. If it had ended before the service started, the service first waits
+    `RESUME_SECONDS` for the feed, which may be starting to resume the run.
+    """
+
+    def __init__(self, info: ServiceInfo, stop: threading.Event) -> None:
         super().__init__("heartbeat", _HEARTBEAT_SECONDS, self._try_to_send)
-        self._buffer = buffer
-        self._name = name
-        self._figures = figures
+        assert info.buffer is not None, "only a service of a run has a place in a registry"
+        self._buffer = info.buffer
+        self._info = info
+        self._stop = stop
         self._lock = threading.Lock()
         self._missed = False
+        self._may_end_at = time.monotonic() + RESUME_SECONDS
+        self.told_to_leave = False
+        """Whether this sampler is to finish its groups and leave the run for good."""
 
     def send(self) -> None:
-        """Writes the figures now. Raises UnavailableError if Redis is unreachable."""
+        """Reports now. Raises UnavailableError if Redis is unreachable."""
         with self._lock:  # reads and writes under one lock, so that older figures never replace newer ones
-            self._buffer.heartbeat(self._name, self._figures())
+            told = self._buffer.heartbeat(self._info.name, self._info.figures(), self._info.activity())
+        self.told_to_leave = told == "left"
+        if not told:
+            self._may_end_at = 0.0
+        elif told != "left" and time.monotonic() >= self._may_end_at and not self._stop.is_set():
+            log.info("the run is %s; this service ends", told)
+            self._stop.set()
 
     def _try_to_send(self) -> None:
         try:

@@ -23,7 +23,8 @@ _CACHES = Path(tempfile.gettempdir(), f"tandem-test-caches-{os.getuid()}")
 for _name in ("VLLM_CACHE_ROOT", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "HF_HOME"):
     os.environ.setdefault(_name, str(_CACHES / _name))
 
-_DEPLOY = {"security", "deploy"}  # folders of `make test-deploy`
+_DEPLOY = {"security", "deploy", "control", "dashboard", "launchers", "metrics", "planning"}
+"""Folders of `make test-deploy`."""
 
 
 @pytest.fixture(scope="module")

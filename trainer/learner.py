@@ -23,7 +23,7 @@ from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
-from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import padding_fraction
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
@@ -164,7 +164,8 @@ class Learner(Rank):
             metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": len(steps) - len(critic_norms)}
         # JSON holds no other values; `skipped_steps` already reports gradients that are not finite.
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=metrics)
+        advantages = _mean_advantages(layout, targets.advantages_N)
+        return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
         if batch.packing == "flat" and self.packing == "padded":  # recorded on a machine that concatenates rows
@@ -312,6 +313,12 @@ class Learner(Rank):
         for engine in self._engines():
             engine.close()
         self._backend.leave_process_group()
+
+
+def _mean_advantages(layout: BatchLayout, advantages_N: Tensor) -> dict[TrajectoryKey, float]:
+    """The mean advantage of each trajectory that has loss tokens."""
+    parts = advantages_N.cpu().split(layout.lengths_R.tolist())  # one copy from a GPU, not one for each trajectory
+    return {key: float(part.mean()) for key, part in zip(layout.trajectories, parts, strict=True) if len(part)}
 
 
 def _mean(norms: Sequence[float]) -> float:

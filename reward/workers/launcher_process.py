@@ -8,9 +8,12 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from tandem.protos.child_environment import child_environment
 from tandem.reward.config import RewardConfig
+from tandem.reward.workers.cgroup import limits_of, workers_cgroup
 from tandem.reward.workers.child_process import ChildProcess, is_stopped
 from tandem.reward.workers.worker_process import LAUNCH_SECONDS, WorkerProcess
 
@@ -21,11 +24,15 @@ _END_SECONDS = 10.0
 
 
 class Launchers:
-    """Starts workers. One launcher per set of preloaded modules: none imports while it has workers. Thread-safe."""
+    """Starts workers. One launcher per set of preloaded modules: none imports while it has workers. Thread-safe. Where
+    the host allows it, all of them are in one cgroup.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._cgroup = self._stack.enter_context(workers_cgroup(limits_of(config)))
         self._by_preload: dict[tuple[str, ...], _Launcher] = {}
         self._closed = False
 
@@ -34,7 +41,7 @@ class Launchers:
         with self._lock:
             if self._closed:
                 raise OSError("the pool is closed")
-            launcher = self._by_preload.setdefault(tuple(preload), _Launcher(self._config))
+            launcher = self._by_preload.setdefault(tuple(preload), _Launcher(self._config, self._cgroup))
         return launcher.spawn(preload)
 
     def close(self) -> None:
@@ -42,13 +49,15 @@ class Launchers:
             self._closed = True
         for launcher in self._by_preload.values():
             launcher.close()
+        self._stack.close()
 
 
 class _Launcher:
     """A process that forks workers (`launcher.main`). It is replaced if it ended or does not answer. Thread-safe."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, cgroup: Path | None) -> None:
         self._config = config
+        self._cgroup = cgroup
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
         self._failures = 0
@@ -134,6 +143,8 @@ class _Launcher:
             kind=socket.SOCK_SEQPACKET,
         )
         self._process.connection.settimeout(LAUNCH_SECONDS)
+        if self._cgroup is not None:  # before the first request, so that no worker starts outside
+            (self._cgroup / "cgroup.procs").write_text(str(self._process.pid))
         return self._process
 
     def _end(self) -> None:

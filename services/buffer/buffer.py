@@ -24,6 +24,11 @@ Stage = Literal["prompts", "generated"]
 FailureKind = Literal["infrastructure", "data", "voluntary"]
 Released = Literal["requeued", "dropped", "refused"]
 SamplerState = Literal["JOINING", "LIVE", "STALE"]
+Told = Literal["", "left", "finished", "stopped"]
+"""The answer to a heartbeat: the service is to leave, or the run has ended, by itself or by an order."""
+
+ALIVE_SECONDS = 10.0
+"""A service counts as alive for so long after its last heartbeat."""
 
 STATES = (
     *("prompts_waiting", "prompts_leased", "generated_waiting", "generated_leased"),
@@ -297,11 +302,15 @@ class Buffer:
         """Registers a service that has just started, and requeues the leases of its predecessor."""
         self.connection.run("register_service", name, address)
 
-    def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
-        """Reports that `name` is alive and stores its figures: sums since its process started. Send one per second."""
-        self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
+    def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
+        """Reports that `name` is alive. Stores its figures, sums since its process started, and what it does. Send one
+        per second.
+        """
+        generation = self._generation(name)
+        told = self.connection.run("heartbeat", name, generation, json.dumps(dict(figures)), activity)
+        return cast("Told", told.decode())
 
-    def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
+    def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:
         """Returns all samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
         return [Sampler(**fields) for fields in json.loads(reply)]
@@ -325,6 +334,10 @@ class Buffer:
     def figures(self) -> dict[str, dict[str, float]]:
         """Returns the latest figures of every service and sampler by name."""
         return {name: json.loads(text) for name, text in self._texts("figures").items()}
+
+    def activities(self) -> dict[str, str]:
+        """Returns what every service and sampler does, in one line, by name."""
+        return self._texts("activities")
 
     def silences(self) -> dict[str, float]:
         """Returns the seconds since the last heartbeat of every service and sampler by name."""

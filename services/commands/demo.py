@@ -23,10 +23,10 @@ from tandem.services.commands.report import write_report
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.config.recipe import read_values
 from tandem.services.data.arithmetic import write_task
+from tandem.services.launchers.supervisor import LauncherName, run_recipe
 from tandem.services.process import dying_with_parent
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, redis_required, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
-from tandem.services.run.supervisor import run_recipe
 from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
@@ -35,7 +35,7 @@ BASE_MODEL = "base"  # in the run folder, beside the data
 USER_ERROR = 2
 
 
-def main(seed: int, overrides: list[str]) -> int:
+def main(seed: int, overrides: list[str], launcher_name: LauncherName = "local") -> int:
     """Runs the demo in `run.folder`. Returns the run's exit code. After a UserError an earlier demo is in place."""
     if not RECIPE.is_file():
         raise ConfigError(
@@ -61,7 +61,7 @@ def main(seed: int, overrides: list[str]) -> int:
         if code := _warm_up(recipe, settings):
             return code
         print_line(console, "· warmed up; now sampler, scorer and trainer run at once:")
-        code = run_recipe(recipe, False, console=console, lock=lock)
+        code = run_recipe(recipe, False, console=console, lock=lock, launcher_name=launcher_name)
     if code == 0:
         _show(folder, time.monotonic() - started, console)
     return code

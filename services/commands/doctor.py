@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.protos.errors import TandemError
+from tandem.reward.config import RewardConfig
+from tandem.reward.workers.cgroup import controllers_of, delegated, limits_of
 from tandem.services.command_line import cell
-from tandem.services.run.placement import gpu_ids
-from tandem.services.run.preflight import REDIS_SECONDS, free_memory_bytes
+from tandem.services.run.placement import free_memory_bytes, gpu_ids
+from tandem.services.run.preflight import REDIS_SECONDS
 
 Verdict = Literal["ok", "note", "lack"]
 
@@ -38,6 +40,7 @@ _ISOLATION = (
     "seccomp=unconfined --security-opt apparmor=unconfined)"
 )
 _CGROUP = "run it by systemd-run --user --scope -p MemoryMax=… -p TasksMax=…, or with a container's limits"
+_DELEGATE = "run it by systemd-run --user --scope -p Delegate=yes"
 _PROBE = """
 import json, os
 os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_NO_USAGE_STATS="1")
@@ -85,6 +88,7 @@ def run_doctor(console: Console) -> int:
         check_port(),
         check_sandbox(),
         check_cgroup(),
+        check_workers_cgroup(),
         *check_backends(RECORDS),
     ]
     table = Table(box=None, show_header=any(check.remedy for check in checks), pad_edge=False)
@@ -225,7 +229,7 @@ def check_sandbox() -> Check:
 
 
 def check_cgroup(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Check:
-    """Checks whether a cgroup (version 2) bounds all processes together. Workers and sandboxes have limits each."""
+    """Checks whether a cgroup (version 2) bounds all processes together."""
     memory, processes = (_least(membership, root, file) for file in ("memory.max", "pids.max"))
     found = [f"{memory / 1e9:.1f} GB of memory"] if memory else []
     found += [f"{processes} processes and threads"] if processes else []
@@ -233,6 +237,14 @@ def check_cgroup(membership: Path = Path("/proc/self/cgroup"), root: Path = Path
         return Check("cgroup", "ok" if len(found) == 2 else "note", f"bounds {' and '.join(found)} in total")
     detail = "none bounds memory and processes in total, only those of each worker and sandbox are limited"
     return Check("cgroup", "note", detail, _CGROUP)
+
+
+def check_workers_cgroup(membership: Path = Path("/proc/self/cgroup")) -> Check:
+    """Checks whether the reward service can bound its workers in total by a cgroup of their own."""
+    if delegated(controllers_of(limits_of(RewardConfig())), membership) is not None:
+        return Check("cgroup of workers", "ok", "bounds the reward service's workers and sandboxes in total")
+    detail = "none is delegated, so workers and sandboxes have limits each, but not in total"
+    return Check("cgroup of workers", "note", detail, _DELEGATE)
 
 
 def _least(membership: Path, root: Path, file: str) -> int:

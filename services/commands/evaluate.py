@@ -13,14 +13,14 @@ from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_text
 from tandem.services.config import Recipe
+from tandem.services.launchers.process_group import FAILED, FINISHED, ProcessGroup
+from tandem.services.launchers.supervisor import child_specs
 from tandem.services.process import in_thread
-from tandem.services.run.children import Child, RedisChild
 from tandem.services.run.endpoint import check_network
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_ports, check_reward
-from tandem.services.run.process_group import FAILED, FINISHED, ProcessGroup
-from tandem.services.run.supervisor import child_specs
+from tandem.services.run.redis_child import RedisChild
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_endpoints
 
 START_SECONDS = 600.0
@@ -53,8 +53,8 @@ def evaluate_recipe(recipe: Recipe) -> int:
         buffer = Buffer(redis.url, recipe.run.run_id)
         stack.callback(buffer.close)
         create_ledger(buffer, recipe, resume=False)
-        children = [Child(spec, processes.token) for spec in child_specs(recipe, redis.url)]
-        processes.children = [child for child in children if child.service in ("rollout", "reward")]
+        specs = child_specs(recipe, redis.url)
+        processes.add(spec for spec in specs if spec.name.startswith(("rollout", "reward")))
         evaluation = in_thread("evaluation", _evaluate, recipe, prompts, buffer)
         evaluation.add_done_callback(lambda _: processes.finish())
         outcome = processes.run()

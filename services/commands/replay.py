@@ -20,7 +20,7 @@ from tandem.protos.manifest import weights_digest
 from tandem.services.command_line import print_text, run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
-from tandem.services.run.metrics import METRICS_FILE, JsonLines
+from tandem.services.run.json_files import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
 from tandem.services.trainer.ranks import run_local_ranks

@@ -62,6 +62,16 @@ Certificates = Annotated[
 ClientCertificates = Annotated[
     bool, typer.Option("--client-certificates", help="Refuse callers without a certificate of the folder's CA.")
 ]
+MetricsPort = Annotated[
+    int,
+    typer.Option(
+        envvar="TANDEM_METRICS_PORT",
+        show_envvar=False,
+        min=0,
+        max=65535,
+        help="Answer Prometheus on this port. Default: TANDEM_METRICS_PORT, else no port.",
+    ),
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen on any --host, although TLS or tokens are missing.")]
 JobId = Annotated[str, argument(metavar="ID", help="A job, as `tandem reward jobs` lists it.")]
 
@@ -255,6 +265,7 @@ def serve(
     certificates: Certificates = None,
     client_certificates: ClientCertificates = False,
     insecure: Insecure = False,
+    metrics_port: MetricsPort = 0,
 ) -> None:
     """Runs the reward service alone, until Ctrl-C. Services with the same Redis and jobs.namespace are replicas.
 
@@ -275,6 +286,7 @@ def serve(
             certificates=certificates,
             client_certificates=client_certificates,
             insecure=insecure,
+            metrics_port=metrics_port,
         )
 
     run_service_command(work)

@@ -161,11 +161,12 @@ def serve_alone(
     certificates: Path | None = None,
     client_certificates: bool = False,
     insecure: bool = False,
+    metrics_port: int = 0,
 ) -> None:
     """Runs a standalone service until it is stopped. Raises UserError for an unusable setting, scorer or Redis."""
     from tandem.services.config.recipe import load_service_config
     from tandem.services.process import starting
-    from tandem.services.rpc.certificates import server_credentials
+    from tandem.services.rpc.certificates import http_context, server_credentials
     from tandem.services.rpc.server import Security
     from tandem.services.rpc.tokens import Tokens
 
@@ -193,4 +194,6 @@ def serve_alone(
         folder=folder,
         name=name,
         security=security,
+        metrics_port=metrics_port,
+        http_tls=None if certificates is None else http_context(certificates, client_certificates=client_certificates),
     )

@@ -1,4 +1,4 @@
-"""`tandem status`, `tandem ledger` and `tandem scale`: what a run does, whether its counts add up, its replicas."""
+"""`tandem status` and `tandem ledger`: what a run does or did, and whether its counts add up."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import grpc
 from rich.console import Console
 from rich.table import Table
 
-from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
-from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
+from tandem.protos import control_pb2
+from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.command_line import cell, print_line
+from tandem.services.commands.find_controller import ControllerPlace, controller_of
 from tandem.services.config import load_resolved
-from tandem.services.rpc.certificates import channel_credentials
-from tandem.services.rpc.client import connect, translated
 from tandem.services.run.folder import (
     CONFIG_FILE,
     SUMMARY_FILE,
-    RunAddress,
     RunLock,
     external_redis_url,
     redis_required,
@@ -31,57 +28,55 @@ from tandem.services.run.folder import (
     running,
 )
 
-RPC_SECONDS = 2.0
-SCALE_SECONDS = 30.0  # the supervisor reads the size of the model
-_MOST_REPLICAS = 10_000  # fits into the message; a machine holds far fewer
+RPC_SECONDS = 5.0
 
 
 def show_status(folder: Path, console: Console) -> int:
     """Prints a running run's services and groups, or a stopped run's summary."""
-    address = running(folder)
-    if address is None:
+    place = controller_of(folder)
+    if place is None:
         _show_stopped(folder, console)
-        return 0
-    status, counts = ask_supervisor(address)
+    else:
+        show_running(place, console)
+    return 0
+
+
+def show_running(place: ControllerPlace, console: Console) -> None:
+    """Prints what the controller knows. Raises UnavailableError if it does not answer."""
+    status = ask_controller(place)
     head = ("service", "state", "pid", "restarts", "version", "address", "doing")
     table = Table(*head, box=None, header_style="bold", pad_edge=False)
-    for service in status.services:
-        info = _info(service.address, address)
-        version, doing = ("–", "") if info is None else (str(info.policy_version), info.activity)
-        place = service.address or "–"
+    for one in status.services:
+        state = f"{one.state}, paused" if one.paused else one.state
+        version = "–" if one.policy_version < 0 else str(one.policy_version)
         table.add_row(
-            *(cell(service.name), cell(service.state), str(service.pid or "–"), str(service.restarts)),
-            *(version, cell(place), cell(doing)),
+            *(cell(one.name), cell(state), str(one.pid or "–"), str(one.restarts)),
+            *(version, cell(one.address or "–"), cell(one.activity)),
         )
-    print_line(console, f"run {status.run_id} in {folder}: running, supervisor pid {address.pid}\n")
+    state = status.ended or "running"
+    print_line(console, f"run {status.run_id} in {status.run_dir}: {state}, launcher {status.launcher}\n")
     console.print(table)
-    console.print()
-    _show_counts(counts, console)
-    return 0
+    wanted = ", ".join(f"{service}={number}" for service, number in sorted(status.desired_replicas.items()))
+    print_line(console, f"\nordered: {wanted}\n")
+    for warning in status.warnings:
+        print_line(console, f"warning: {warning}\n")
+    for decision in status.decisions[-3:]:
+        print_line(console, decision_line(decision))
+    _show_counts(status.counts, console)
 
 
-def ask_supervisor(address: RunAddress) -> tuple[control_pb2.GetStatusReply, dict[str, int]]:
-    """The status and the ledger's counts from the run's supervisor. Raises UnavailableError if it does not answer."""
-    with _connect(address.control, address) as channel, translated():
-        stub = control_pb2_grpc.ControlServiceStub(channel)
-        status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
-        ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
-    return status, dict(ledger.counts)
+def decision_line(decision: control_pb2.StatusReply.Decision) -> str:
+    """A decision of the autoscaler in one line."""
+    at = time.strftime("%T", time.localtime(decision.time))
+    numbers = f"{decision.service} {decision.from_replicas} -> {decision.to_replicas}"
+    return f"autoscaler {at}: {numbers}{' (dry run)' if decision.dry_run else ''}: {decision.reason}"
 
 
-def scale_service(folder: Path, wanted: str, console: Console) -> int:
-    """Orders `SERVICE=COUNT` replicas from the run's supervisor. Raises UserError if it refuses."""
-    service, _, count = wanted.partition("=")
-    if not count.isascii() or not count.isdigit():
-        raise UserError(f"{wanted!r} is not SERVICE=COUNT; example: tandem scale {folder} rollout=2")
-    address = running(folder)
-    if address is None:
-        raise UserError(f"{folder}: no run is running there; go on with it by `{resume_command(folder)}`")
-    with _connect(address.control, address) as channel, translated():
-        request = control_pb2.ScaleRequest(service=service, replicas=min(int(count), _MOST_REPLICAS))
-        control_pb2_grpc.ControlServiceStub(channel).Scale(request, timeout=SCALE_SECONDS)
-    print_line(console, f"{service}: {count} ordered; `tandem status {folder}` shows who joins and leaves")
-    return 0
+def ask_controller(place: ControllerPlace) -> control_pb2.StatusReply:
+    """The status of a running run. Raises UnavailableError if the controller does not answer."""
+    with place.stub() as stub:
+        reply: control_pb2.StatusReply = stub.Status(control_pb2.StatusRequest(), timeout=RPC_SECONDS)
+        return reply
 
 
 def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
@@ -149,20 +144,3 @@ def _show_counts(counts: Mapping[str, int], console: Console) -> None:
     for name, count in counts.items():
         table.add_row(cell(name), str(count))
     console.print(table)
-
-
-def _connect(service: str, address: RunAddress) -> grpc.Channel:
-    credentials = channel_credentials(Path(address.certificates), "service") if address.certificates else None
-    return connect(service, address.token, credentials)
-
-
-def _info(service: str, address: RunAddress) -> common_pb2.InfoReply | None:
-    if not service:
-        return None
-    try:
-        with _connect(service, address) as channel, translated():
-            stub = common_pb2_grpc.InfoServiceStub(channel)
-            reply: common_pb2.InfoReply = stub.Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
-            return reply
-    except TandemError:
-        return None

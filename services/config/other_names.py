@@ -19,6 +19,7 @@ _RENORMALISE = (
 
 ABSENT_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rollout.top_p", "rollout.top_k", "rollout.min_p"), _RENORMALISE),
+    "run.metrics_to_tensorboard": "TensorBoard events are always written; run.trackers names further trackers",
     "trainer.rendezvous": "the machines of a trainer find one another in the run's Redis; set run.host on each",
 }
 """Key left out on purpose → reason."""

@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -45,15 +45,23 @@ class RunConfig(Options):
     redis_url: str = ""
     """`redis://…` or `unix://…`; default: `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
     host: str = "127.0.0.1"
-    """Address on which the services listen."""
+    """Address on which the services listen. `auto`: the address from which the service's machine reaches Redis."""
+    control_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the controller; 0 picks a free one. `tandem status RUN` finds it by itself on the run's machine."""
     certificates: str = ""
     """Folder written by `tandem certs init`: the services then talk TLS, and take calls only with a certificate of the
     folder's CA.
     """
+    server_name: str = ""
+    """Name that the services' certificate has to have, where it does not name their addresses, e.g. `localhost`.
+    Default: the host of the address.
+    """
     insecure: bool = False
     """Listen on a host other than loopback without certificates."""
-    metrics_to_tensorboard: bool = True
-    """Also write TensorBoard events."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Experiment trackers besides TensorBoard: `wandb` is Weights & Biases."""
+    metrics_port: Annotated[int, Field(ge=0, le=60000)] = 0
+    """Lowest of the ports on which the services answer Prometheus; 0 turns this off (docs/metrics.md)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +142,37 @@ class JobsConfig(Options):
         return self.model_copy(update={"namespace": self.namespace or default})
 
 
+class AutoscaleConfig(Options):
+    """`[autoscale]`: how many samplers and reward services a running run has, decided from how long its trainer waits.
+    docs/scaling.md explains the rules.
+    """
+
+    mode: Literal["off", "dry_run", "on"] = "off"
+    """`on` changes the number of replicas; `dry_run` only says what it would do."""
+    min_samplers: Annotated[int, Field(ge=1)] = 1
+    """Fewest samplers."""
+    max_samplers: Annotated[int, Field(ge=0)] = 0
+    """Most samplers; must be given unless the mode is `off`."""
+    max_scorers: Annotated[int, Field(ge=1)] = 1
+    """Most reward services. With 1, there is always one."""
+    trainer_idle: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """Samplers are added while the trainer waits for scored groups for a larger fraction of its time. They are removed
+    only while it waits for less than half of this fraction.
+    """
+    sampler_idle: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
+    """Samplers are removed while they are idle for a larger fraction of their time because all credits are taken."""
+    cooldown_seconds: Annotated[float, Field(ge=0.0)] = 120.0
+    """Shortest time between two changes."""
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> AutoscaleConfig:
+        if self.mode != "off" and not self.max_samplers:
+            raise ValueError("max_samplers is missing: the autoscaler needs to know how many samplers it may start")
+        if self.max_samplers and self.max_samplers < self.min_samplers:
+            raise ValueError("max_samplers is below min_samplers")
+        return self
+
+
 class ServiceConfig(Options):
     """Configuration of `tandem reward serve`: the sections of a recipe that concern scoring."""
 
@@ -150,6 +189,7 @@ class Recipe(Options):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     jobs: JobsConfig = JobsConfig()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     sft: SftConfig = SftConfig()

@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from tandem.services.config import without_secrets
 from tandem.services.config.docs import as_toml
 from tandem.services.report import charts
+from tandem.services.report.curves import COLORS, curves
 from tandem.services.report.run_data import RunData
 
 _FIGURES = {
@@ -39,9 +40,9 @@ def report_html(run: RunData, other: RunData | None = None) -> str:
         apart = run.folder.name != other.folder.name
         run, other = (replace(one, name=one.folder.name if apart else str(one.folder)) for one in (run, other))
     runs = [run] if other is None else [run, other]
-    curves = dict(charts.curves(runs))
+    drawn = dict(curves(runs))
     timelines = {one.name if other else "": dict(charts.timeline(one)) for one in runs}
-    figures = {f"curve {title}": chart for title, chart in curves.items()}
+    figures = {f"curve {title}": chart for title, chart in drawn.items()}
     figures |= {f"time {name} {title}": chart for name, rows in timelines.items() for title, chart in rows.items()}
     figures |= {f"part {title}": chart for title, chart in charts.distributions(runs)}
     script, divs = components(figures) if figures else ("", {})
@@ -49,9 +50,9 @@ def report_html(run: RunData, other: RunData | None = None) -> str:
     template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         runs=runs,
-        colors=charts.COLORS,
+        colors=COLORS,
         figures=list(_figures(runs)),
-        curves={title: divs[f"curve {title}"] for title in curves},
+        curves={title: divs[f"curve {title}"] for title in drawn},
         timelines={name: {title: divs[f"time {name} {title}"] for title in rows} for name, rows in timelines.items()},
         parts={name.removeprefix("part "): div for name, div in divs.items() if name.startswith("part ")},
         samples=list(run.samples()),

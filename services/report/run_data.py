@@ -13,7 +13,8 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE
-from tandem.services.run.metrics import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line, summarise
+from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line
+from tandem.services.run.metrics import summarise
 from tandem.trainer.batch.record import read_record, recorded_versions
 
 _GROUPS_SHOWN = 3  # of each batch that is shown

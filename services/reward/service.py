@@ -37,16 +37,15 @@ from tandem.services.leases import (
     run_in_thread,
 )
 from tandem.services.logging_setup import configure_logging
+from tandem.services.metrics.tracing import group_span
 from tandem.services.process import stop_event
 from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer
 from tandem.services.run.endpoint import service_endpoint
+from tandem.services.run.replica import replica_name
 from tandem.services.service_info import ServiceInfo
-
-SERVICE_NAME = "reward"
-"""In the registry and as holder of leases: a service that restarts gets the leases of its predecessor back."""
 
 _IN_PROCESS_GROUPS = 16  # leased at once for scorers that take no time; what may hang is leased one a thread
 _RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the other reasons are final
@@ -149,13 +148,15 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
 
     runs_in_threads = True
 
-    def __init__(self, buffer: Buffer, core: ScoringCore, config: RewardConfig) -> None:
+    def __init__(self, buffer: Buffer, core: ScoringCore, config: RewardConfig, name: str = "reward") -> None:
+        """`name`: in the registry and as holder of leases. A service that restarts gets its predecessor's back."""
         self._core = core
+        self._run_id = buffer.run_id
         self._rubric = core.default
         self._config = config
         self._threads = asyncio.Semaphore(self._rubric.num_callers)
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
-            GroupLeases(buffer, "generated", SERVICE_NAME, config.lease_seconds),
+            GroupLeases(buffer, "generated", name, config.lease_seconds),
             self,
             unit="groups",
             capacity=_IN_PROCESS_GROUPS if self._rubric.in_process else self._rubric.num_callers,
@@ -181,7 +182,10 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         async with self._threads:
             if held.cancelled.is_set():
                 return SHUTDOWN
-            outcome, pause_seconds = await run_in_thread(self._score, held)
+            with group_span("score", self._run_id, held.lease.group_id) as attributes:
+                outcome, pause_seconds = await run_in_thread(self._score, held)
+                if isinstance(outcome, Release):
+                    attributes["tandem.reason"] = outcome.reason
             if pause_seconds and not await self.loop.pause(held, pause_seconds):
                 return SHUTDOWN
             return outcome
@@ -221,22 +225,24 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         return GroupResult(encode_group(group), encode_headers(group_headers(group)), figures), 0.0
 
 
-def main(recipe: Recipe, redis_url: str) -> None:
-    """Runs the reward service until SIGTERM. Raises UserError if the scorer cannot be built, or the port is in use, and
-    TandemError if Redis is gone.
+def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
+    """Runs the reward service until SIGTERM, or until the run ends. Raises UserError if the scorer cannot be built, or
+    the port is in use, and TandemError if Redis is gone.
     """
-    configure_logging(SERVICE_NAME, run=recipe.run.run_id)
+    name = replica_name("reward", replica)
+    configure_logging("reward", run=recipe.run.run_id, replica=replica or None)
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
     with ExitStack() as stack:
         core = stack.enter_context(closing(ScoringCore(recipe.reward)))
         store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id))))
         servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward)))
-        scorer = ScoringWorker(buffer, core, recipe.reward)
-        jobs = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
+        scorer = ScoringWorker(buffer, core, recipe.reward, name)
+        jobs = JobWorker(store, core, worker=name, reward=recipe.reward, stop=stop)
         endpoint = service_endpoint(
-            ServiceInfo(SERVICE_NAME, lambda: {**scorer.figures(), **jobs.figures()}, scorer.activity, buffer),
+            ServiceInfo(name, lambda: {**scorer.figures(), **jobs.figures()}, scorer.activity, buffer),
             recipe,
+            stop,
             port=recipe.reward.port,
             register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server),
             service_names=[reward_server.SERVICE_NAME],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import ssl
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.durability import check_room, check_settings
 from tandem.services.config.recipe import JobsConfig, ServiceConfig
 from tandem.services.logging_setup import configure_logging
+from tandem.services.metrics.page import Sources, page_of
+from tandem.services.metrics.server import MetricsServer
 from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer
 from tandem.services.rpc.server import Security, ServerThread
-from tandem.services.run.children import RedisChild
 from tandem.services.run.preflight import check_job_room
+from tandem.services.run.redis_child import RedisChild
 from tandem.services.service_info import ServiceInfo
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ def main(
     folder: Path,
     name: str = "",
     security: Security | None = None,
+    metrics_port: int = 0,
+    http_tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serves until SIGTERM, then ends its streams as UNAVAILABLE. Logs `reward: listens on HOST:PORT` once it is ready.
 
@@ -45,6 +50,8 @@ def main(
         redis_url: where the jobs are stored. Empty: an embedded Redis with its data and log in `folder`.
         name: of this replica, under which it gets the chunks of its predecessor back. Default: machine and port.
         security: what callers must have: tokens, TLS. None: whoever can connect may call everything.
+        metrics_port: where it answers Prometheus; 0: nowhere.
+        http_tls: TLS of that port. The tokens are those of `security`.
 
     Raises:
         UserError: the scorers cannot be built, the port is in use, or there is no Redis with room for the jobs.
@@ -72,6 +79,10 @@ def main(
         jobs.worker = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
         with jobs:
             try:
+                if metrics_port:
+                    tokens = (security or {}).get("tokens")
+                    page = page_of("", "reward", _sources(info))
+                    stack.enter_context(MetricsServer(host, metrics_port, page, tokens=tokens, tls=http_tls))
                 log.info("listens on %s", server.address)
                 while not stop.wait(_POLL_SECONDS):
                     if redis is not None:
@@ -79,6 +90,10 @@ def main(
             finally:
                 server.stop(_GRACE_SECONDS)
                 core.close()  # ends scorers that hang, so that their chunks are requeued
+
+
+def _sources(info: ServiceInfo) -> Sources:
+    return {"service": lambda: {"started_at": info.started_at}, "reward": info.figures, "jobs": info.figures}
 
 
 def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path) -> tuple[JobStore, RedisChild | None]:

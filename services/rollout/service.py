@@ -27,14 +27,17 @@ from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
+from tandem.services.metrics.tracing import Attributes, flush_spans, group_span
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServicer
 from tandem.services.rpc.server import start_server
-from tandem.services.run.endpoint import server_security
+from tandem.services.run.endpoint import metrics_endpoint, server_security
 from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
 
+_LEAVE_SECONDS = 60.0  # to finish its groups; it then gives them back with the answers that are finished
+_LEAVE_POLL_SECONDS = 0.5
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 
 
@@ -58,6 +61,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     ) -> None:
         self.name = name
         self._engine = engine
+        self._run_id = buffer.run_id
         self._with_baselines = with_baselines
         self._started = time.monotonic()
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
@@ -87,10 +91,19 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
         """Samples the rows that earlier holders did not save."""
+        with group_span("sample", self._run_id, held.lease.group_id) as attributes:
+            outcome = await self._sample(held, attributes)
+            if isinstance(outcome, Release):
+                attributes["tandem.reason"] = outcome.reason
+            return outcome
+
+    async def _sample(self, held: Held[Claim], attributes: Attributes) -> GroupResult | Release:
         try:
             prompt = decode_group(held.lease.payload).prompt
             rows = _saved_rows(held.lease)
             await self._sample_missing(held, prompt, rows)
+            attributes["tandem.version"] = self._engine.policy_version
+            attributes["tandem.tokens"] = sum(part.num_loss_tokens for row in rows.values() for part in row.segments)
         except DataError as error:
             return Release("unsampleable", "data", str(error))
         except TandemError as error:
@@ -149,7 +162,7 @@ def _payload(prompt: Prompt, rows: dict[int, Trajectory]) -> bytes:
 
 
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
-    """Runs one sampler until SIGTERM.
+    """Runs one sampler until SIGTERM, or until the run ends.
 
     Raises UserError if model, memory or port cannot be used, TandemError if the engine dies or Redis is unreachable.
     """
@@ -180,18 +193,18 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         stack.callback(engine.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
         name = f"rollout-{replica}"
-        heartbeat = Heartbeat(buffer, name, lambda: worker.figures())
-        baselines = recipe.trainer.needs_baselines
-        worker = SamplingWorker(buffer, engine, config, name, with_baselines=baselines, report=heartbeat.send)
         info = ServiceInfo(
             name,
-            worker.figures,
-            worker.activity,
+            lambda: worker.figures(),
+            lambda: worker.activity(),
             buffer,
             policy_version=lambda: engine.policy_version,
             incarnation=lambda: engine.incarnation,
             started_at=started_at,
         )
+        heartbeat = Heartbeat(info, stop)
+        baselines = recipe.trainer.needs_baselines
+        worker = SamplingWorker(buffer, engine, config, name, with_baselines=baselines, report=heartbeat.send)
         security = await asyncio.to_thread(server_security, recipe, buffer)
         servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder)
         server = await start_server(
@@ -206,5 +219,18 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         stack.push_async_callback(server.stop, grace_seconds=0.5)
         await asyncio.to_thread(buffer.register_sampler, name, server.address, config.tensor_parallel_size)
         log.info("ready after %.1f s, listens on %s", time.time() - started_at, server.address)
-        with heartbeat:
+        leaving = asyncio.create_task(_leave_when_told(heartbeat, worker.loop, stop))
+        stack.callback(leaving.cancel)
+        stack.callback(flush_spans)
+        with heartbeat, metrics_endpoint(info, recipe):
             await worker.run(stop)
+
+
+async def _leave_when_told(heartbeat: Heartbeat, claims: LeaseLoop[Claim, GroupResult], stop: threading.Event) -> None:
+    """Once the controller lets this sampler leave, finishes the groups that it holds, and stops."""
+    while not heartbeat.told_to_leave:
+        await asyncio.sleep(_LEAVE_POLL_SECONDS)
+    claims.paused = True
+    await claims.drained(_LEAVE_SECONDS)
+    log.info("leaves the run for good")
+    stop.set()

@@ -31,6 +31,17 @@ def server_credentials(folder: Path, host: str = "", *, client_certificates: boo
     return grpc.ssl_server_credentials([(key, certificate)], ca if client_certificates else None, client_certificates)
 
 
+def http_context(folder: Path, host: str = "", *, client_certificates: bool) -> ssl.SSLContext:
+    """The same for a server of HTTP. Raises ConfigError as `channel_credentials`."""
+    _read(folder, "service", ssl.Purpose.SERVER_AUTH, host)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "service.crt", folder / "service.key")
+    if client_certificates:
+        context.load_verify_locations(folder / CA_FILE)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def channel_credentials(path: Path, owner: Owner = "client") -> grpc.ChannelCredentials:
     """Credentials of a client: a file is the CA of the services; a folder holds the client's certificate, too.
 

@@ -70,16 +70,20 @@ class _TokenSender(
     intercept_stream_unary = intercept_stream_stream = _call  # type: ignore[assignment]
 
 
-def connect(addresses: str, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+def connect(
+    addresses: str, token: str = "", credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.Channel:
     """A channel to `host:port`, or to several addresses separated by commas, over which the calls rotate. It connects
-    with the first call: over TLS if there are credentials. Every call carries the token. Raises UserError if an address
-    is invalid, or one of several addresses cannot be resolved.
+    with the first call: over TLS if there are credentials; then the service's certificate has to name `server_name`, by
+    default the host of the first address. Every call carries the token. Raises UserError if an address is invalid, or
+    one of several addresses cannot be resolved.
     """
     named = named_addresses(addresses)
     if credentials is None:
         channel = grpc.insecure_channel(target_of(named), options=_CLIENT_OPTIONS)
     else:
-        channel = grpc.secure_channel(target_of(named), credentials, options=_tls_options(server_name_of(named)))
+        options = _tls_options(server_name or server_name_of(named))
+        channel = grpc.secure_channel(target_of(named), credentials, options=options)
     return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 import grpc
@@ -27,6 +29,8 @@ from tandem.services.rpc.tokens import Tokens
 log = logging.getLogger(__name__)
 
 INFO_SERVICE = "tandem.v1.InfoService"
+ADDRESS_FILE_VARIABLE = "TANDEM_ADDRESS_FILE"
+"""Environment variable of the file into which a process writes the address of its server, for `tandem health`."""
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 _IDLE_CONNECTION_SECONDS = 3600  # gRPC's clients print a line when a connection is closed, so not often
@@ -113,6 +117,8 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
         log.warning("listens on %s:%d: %s", host, bound, exposure)
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    if file := os.environ.get(ADDRESS_FILE_VARIABLE):
+        await asyncio.to_thread(Path(file).write_text, f"{host}:{bound}", encoding="utf-8")
     return RpcServer(f"{host}:{bound}", server, health_servicer, options.get("on_stop", lambda: None))
 
 

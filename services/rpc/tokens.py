@@ -58,8 +58,8 @@ ROLES_NEEDED: Mapping[str, Role | None] = {
         ("grpc.health.v1.Health", None, "Check Watch"),  # probes have no token, and learn only whether it serves
         ("grpc.reflection.v1alpha.ServerReflection", Role.read, "ServerReflectionInfo"),
         ("tandem.v1.InfoService", Role.read, "Info"),
-        ("tandem.v1.ControlService", Role.read, "GetStatus GetLedger"),
-        ("tandem.v1.ControlService", Role.operate, "Scale StopRun"),
+        ("tandem.v1.ControlService", Role.read, "Status Watch GetLedger"),
+        ("tandem.v1.ControlService", Role.operate, "Scale Drain Pause Resume Stop"),
         ("tandem.v1.RewardService", Role.read, "GetJob WatchJob ListJobs ListScorers"),
         ("tandem.v1.RewardService", Role.score, "Score ScoreStream SubmitJob CancelJob DeleteJob"),
         ("tandem.v1.RolloutService", Role.operate, "Generate Pause Resume Drain"),
@@ -142,8 +142,14 @@ def _read(file: Path) -> dict[str, tuple[str, Role]]:
 
 
 def read_private(file: Path) -> bytes:
-    """The content of a file that only its owner may read. Raises OSError, also if other users may."""
-    if file.stat().st_mode & 0o077:
+    """The content of a file that only its owner may read. Raises OSError, also if other users may.
+
+    The group of root's file may read it, too, if this process is not root's: only root could choose that group. Secrets
+    are mounted like that into containers.
+    """
+    status = file.stat()
+    allowed = 0o040 if status.st_uid == 0 and os.geteuid() != 0 else 0
+    if status.st_mode & 0o077 & ~allowed:
         raise PermissionError(0, f"other users may read or write it; run chmod 600 {file}")
     return file.read_bytes()
 

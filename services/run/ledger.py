@@ -11,6 +11,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
+from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
 
@@ -51,27 +52,31 @@ def forget_run(recipe: Recipe, buffer: Buffer) -> None:
         buffer.delete()
     except TandemError:
         return  # Redis is gone; config.json stays, so that the folder still shows its run
-    for name in (CONFIG_FILE, "evaluations.jsonl"):
+    for name in (CONFIG_FILE, EVALUATIONS_FILE, EVENTS_FILE):
         (recipe.folder / name).unlink(missing_ok=True)
 
 
 def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
     """Joins a run from a service started with `tandem serve`.
 
-    The feed creates the run if Redis has none with this id; the trainer waits for it. Samplers and the reward service
-    do not need the run yet: they wait until there are groups to claim. Raises UserError if the run in Redis has another
-    recipe, Redis cannot hold the run, or the folder holds a run that Redis does not know; UnavailableError if the run
-    was not created within five minutes.
+    The feed creates the run if Redis has none with this id; the trainer waits for it. Either saves the recipe in its
+    folder, which may be on different machines. Samplers and the reward service do not need the run yet: they wait until
+    there are groups to claim. Raises UserError if the run in Redis has another recipe, Redis cannot hold the run, or
+    the folder holds a run that Redis does not know; UnavailableError if the run was not created within five minutes.
     """
-    if service not in ("feed", "trainer"):
+    if service not in ("feed", "trainer", "controller"):
         return
     with closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
         if service == "feed":
             _create_or_find(buffer, recipe)
         else:
             _wait_for_the_feed(buffer)
-            if (recipe.folder / CONFIG_FILE).is_file():  # missing on a machine that does not share the folder
+            if service == "controller":
+                return
+            if (recipe.folder / CONFIG_FILE).is_file():
                 check_resumable(recipe)
+            else:  # the feed writes into another machine's folder, or has not come that far
+                _save_recipe(recipe)
 
 
 def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
@@ -91,13 +96,18 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
         _create(buffer, recipe, resume=False)
         log.info("run %s is new in Redis at %s: created", recipe.run.run_id, buffer.place)
     except RunExistsError:
+        _create(buffer, recipe, resume=True)  # sets the limits again, and resumes a run that was stopped
         log.info("run %s is known in Redis at %s: goes on", recipe.run.run_id, buffer.place)
     # The folder is written after the ledger: else a feed killed in between would reject its own run when restarted.
+    _save_recipe(recipe)
+
+
+def _save_recipe(recipe: Recipe) -> None:
     try:
         recipe.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(recipe.folder, error) from None
-    write_text(config, dump_recipe(recipe), private=True)  # its Redis URL may hold a password
+    write_text(recipe.folder / CONFIG_FILE, dump_recipe(recipe), private=True)  # its Redis URL may hold a password
 
 
 def _wait_for_the_feed(buffer: Buffer) -> None:

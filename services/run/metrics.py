@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tandem.protos.codec import prompt_of, reward_breakdowns
 from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
 from tandem.services.config import Recipe
+from tandem.services.metrics.trackers import TrackerThread
 from tandem.services.run.folder import SUMMARY_FILE, write_text
-
-Line = dict[str, Any]
-
-METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
+from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line
 
 # Field of a service's heartbeat → name of its sum over all such services in metrics.jsonl.
 SAMPLER_FIGURES = {
@@ -35,39 +32,16 @@ SAMPLER_FIGURES = {
 SCORER_FIGURES = {"groups_busy_seconds": "scorer_busy_seconds"}
 
 
-class JsonLines:
-    """An append-only file of JSON objects. A last line torn by a crash is ignored by `read` and cut off by `keep`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, line: Mapping[str, object]) -> None:
-        """Appends one object. Readers see only complete lines."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-    def read(self) -> list[Line]:
-        """All complete lines; none if the file does not exist yet."""
-        if not self.path.exists():
-            return []
-        texts = self.path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(text) for text in texts[:-1]]  # what follows the last newline is torn or empty
-
-    def keep(self, wanted: Callable[[Line], bool]) -> None:
-        """Rewrites the file with only the wanted lines, by one rename."""
-        if self.path.exists():
-            kept = (json.dumps(line, separators=(",", ":")) + "\n" for line in self.read() if wanted(line))
-            write_text(self.path, "".join(kept))
-
-
 class MetricsLog:
-    """Writes a line for every trained batch to metrics.jsonl and, optionally, its figures as TensorBoard scalars."""
+    """Writes a line for every trained batch to metrics.jsonl, and its figures to TensorBoard and the trackers."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, trackers: Sequence[TrackerThread] = ()) -> None:
+        self._trackers = trackers
         self.lines = JsonLines(folder / METRICS_FILE)
         self.evaluations = JsonLines(folder / EVALUATIONS_FILE)
         self.last: Line = {}
-        self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=10) if tensorboard else None
+        self.last_evaluation: Line = {}
+        self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=10)
 
     def rewind(self, checkpoint_version: int, last_recorded: int) -> None:
         """Removes the lines that retraining the recorded batches will write again.
@@ -78,9 +52,8 @@ class MetricsLog:
         self.evaluations.keep(lambda line: line["version"] <= last_recorded)
         kept = self.lines.read()
         self.last = kept[-1] if kept else {}
-        if self._events is not None:  # a START event makes TensorBoard discard the steps from here on
-            start = SessionLog(status=SessionLog.START)
-            self._events.add_event(Event(wall_time=time.time(), step=checkpoint_version + 1, session_log=start))
+        start = SessionLog(status=SessionLog.START)  # makes TensorBoard discard the steps from here on
+        self._events.add_event(Event(wall_time=time.time(), step=checkpoint_version + 1, session_log=start))
 
     def add(self, line: Line) -> None:
         """Writes the line of one batch. Its `step` is the policy version that the batch produced."""
@@ -90,24 +63,27 @@ class MetricsLog:
 
     def add_evaluation(self, line: Line) -> None:
         """Writes one evaluation, `{version, accuracy, …}`."""
+        self.last_evaluation = line
         self.evaluations.append(line)
         figures = {f"evaluation/{name}": value for name, value in line.items() if name != "version"}
         self._scalars(line["version"], figures)
 
     def close(self) -> None:
-        """Flushes the events."""
-        if self._events is not None:
-            self._events.close()
+        """Flushes the events, and waits some seconds for the trackers."""
+        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._events is None:
-            return
-        scalars = [
-            Summary.Value(tag=name, simple_value=float(value))
+        figures = {
+            name: float(value)
             for name, value in values.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
-        ]
+        }
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        for tracker in self._trackers:
+            tracker.add(step, figures)
 
 
 class PhaseClock:

@@ -1,4 +1,4 @@
-"""Assigns GPUs, cores and threads to the services of a local run. Imports no torch."""
+"""What this machine has, and which GPUs, cores and threads each service of a local run gets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ def gpu_ids() -> tuple[str, ...]:
     if visible is None:
         return tuple(str(index) for index in range(len(present)))
     return tuple(part.strip() for part in visible.split(",") if part.strip())
+
+
+def free_memory_bytes() -> float:
+    """Memory this process can still allocate: the machine's free memory, or the rest of the cgroup's limit if lower."""
+    import psutil
+
+    free = float(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = float((group / "memory.current").read_text())
+        reclaimable = sum(
+            float(line.split()[1])
+            for line in (group / "memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, float(limit) - used + reclaimable)
 
 
 def gpus_wanted(recipe: Recipe) -> int:

@@ -6,9 +6,10 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
+from tandem.services.metrics.ports import port_offset
 from tandem.services.run.endpoint import check_network
 from tandem.services.run.folder import (
     CONFIG_FILE,
@@ -38,7 +40,7 @@ from tandem.services.run.model_check import (
     check_prompts,
     is_hub_name,
 )
-from tandem.services.run.placement import gpu_ids, gpus_wanted
+from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted
 from tandem.services.run.resume import check_resumable
 from tandem.trainer.backend import registry as training_backends
 
@@ -57,23 +59,33 @@ _PROBE_BYTES = 1 << 20
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
 
 
-def check_recipe(recipe: Recipe, *, resume: bool) -> None:
-    """Checks everything that can be checked before a run starts, cheap checks first. Raises a one-line UserError."""
-    require_installed(*TRAINER_PACKAGES)
+def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) -> ModelFacts | None:
+    """Checks everything that can be checked before a run starts, cheap checks first. Raises a one-line UserError.
+
+    Unless the services run on this machine, `check_machine` is left to the caller. Returns what is known of the model.
+    """
+    require_installed(*TRAINER_PACKAGES, *recipe.run.trackers)
     find_engine(recipe.rollout.engine).check(recipe.rollout)
     check_run_folder(recipe, resume=resume)
     training_backends.check_backend(recipe.trainer)
     check_dataset(recipe)
     facts = check_models(recipe)
-    check_backend(recipe)
-    check_network(recipe)
-    check_ports(recipe)
+    if on_this_machine:
+        check_machine(recipe, facts)
     check_disk(recipe, facts)
-    check_memory(recipe, facts)
     check_redis(recipe)
     check_reward(recipe)
     if not is_hub_name(recipe.model.path):  # a hub model's tokenizer may not be downloaded yet
         check_prompts(recipe)
+    return facts
+
+
+def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
+    """Checks that this machine has the devices, the addresses and the memory for all services of the run."""
+    check_backend(recipe)
+    check_network(recipe)
+    check_ports(recipe)
+    check_memory(recipe, facts)
 
 
 def check_files(recipe: Recipe) -> None:
@@ -87,19 +99,19 @@ def check_files(recipe: Recipe) -> None:
 def check_service(recipe: Recipe, service: str, replica: int) -> None:
     """The checks that concern one service, made when `tandem serve` starts it."""
     if service == "trainer":
-        require_installed(*TRAINER_PACKAGES)
+        require_installed(*TRAINER_PACKAGES, *recipe.run.trackers)
         check_dataset(recipe)
         training_backends.check_backend(recipe.trainer)
         check_models(recipe)
-        check_backend(recipe)
+        check_backend(recipe, {"trainer.num_ranks": recipe.trainer.num_ranks})
     elif service == "rollout":
         find_engine(recipe.rollout.engine).check(recipe.rollout)
         check_model(recipe)
-        check_backend(recipe)
+        check_backend(recipe, {"rollout.tensor_parallel_size": recipe.rollout.tensor_parallel_size})
     elif service == "feed":
         check_dataset(recipe)
         check_model(recipe)
-    else:
+    elif service == "reward":
         check_reward(recipe)
     check_network(recipe)
     if external_redis_url(recipe):
@@ -138,20 +150,32 @@ def check_models(recipe: Recipe) -> ModelFacts | None:
     return None if facts is None else replace(facts, num_critic_parameters=num_critic_parameters)
 
 
-def check_backend(recipe: Recipe) -> None:
-    """Checks that this machine's devices support the weight backend."""
+def check_backend(recipe: Recipe, own_gpus: Mapping[str, int] | None = None) -> None:
+    """Checks that this machine's devices support the weight backend. `own_gpus`: what a service of its own needs, by
+    key. Without it, all services run here.
+    """
     backend, gpus = recipe.weights.backend, gpu_ids()
     if backend in ("nccl", "ipc") and not gpus:
         raise ConfigError(
             f"weights.backend={backend} needs a GPU and this machine shows none; set weights.backend=gloo or disk"
         )
-    wanted = gpus_wanted(recipe)
+    if backend in ("nccl", "ipc") and torch_version().endswith("+cpu"):
+        raise EnvironmentLackError(
+            f"weights.backend={backend} needs torch for GPUs, and {torch_version()} is installed; use the images "
+            "gpu-rollout and gpu-trainer, or install tandem-rl[gpu]"
+        )
+    all_here = {"trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size": gpus_wanted(recipe)}
+    ((keys, wanted),) = (own_gpus or all_here).items()
     if backend == "nccl" and wanted > len(gpus):
-        keys = "trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size"
         fault = f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}"
         raise ConfigError(f"{fault}; lower these, or share one GPU with weights.backend=ipc")
     if recipe.trainer.num_nodes > 1:
         _check_nodes(recipe)
+
+
+def torch_version() -> str:
+    """The installed torch, without loading it: PyPI's builds for CPUs end with `+cpu`."""
+    return version("torch")
 
 
 def _check_nodes(recipe: Recipe) -> None:
@@ -294,25 +318,6 @@ def _sampler_bytes(recipe: Recipe, facts: ModelFacts) -> float:
     return recipe.rollout.kv_cache_bytes + copies * facts.num_parameters * _weight_bytes(recipe) + ENGINE_BYTES
 
 
-def free_memory_bytes() -> float:
-    """Memory this process can still allocate: the machine's free memory, or the rest of the cgroup's limit if lower."""
-    import psutil
-
-    free = float(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = float((group / "memory.current").read_text())
-        reclaimable = sum(
-            float(line.split()[1])
-            for line in (group / "memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        )
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, float(limit) - used + reclaimable)
-
-
 def check_redis(recipe: Recipe) -> None:
     """Checks that the user's Redis answers and keeps its keys, printing warnings, or that redis-server is installed."""
     url = external_redis_url(recipe)
@@ -364,8 +369,14 @@ def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
             yield "rollout.port", f"rollout-{replica}", recipe.rollout.port + replica
     if recipe.reward.port:
         yield "reward.port", "reward", recipe.reward.port
+    if recipe.run.control_port:
+        yield "run.control_port", "controller", recipe.run.control_port
     if recipe.trainer.port:
         yield "trainer.port", "trainer", recipe.trainer.port
+    if recipe.run.metrics_port:
+        samplers = [f"rollout-{replica}" for replica in range(max(recipe.rollout.num_replicas, 1))]
+        for name in ("controller", "feed", "reward", "trainer", *samplers):
+            yield "run.metrics_port", f"the metrics of {name}", port_offset(name) + recipe.run.metrics_port
 
 
 def _check_port(host: str, key: str, port: int) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from tandem.protos.errors import TandemError
@@ -20,6 +19,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import cell, print_line
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
+from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonTail
 
 SAMPLE_SECONDS = 1.0
 PRINT_SECONDS = 0.5
@@ -30,6 +30,7 @@ WINDOW_LINES = 20
 IDLE_FRACTION = 0.2
 """A side that is idle for a larger fraction of the time counts as waiting."""
 HUNG_SECONDS = 30.0
+_BAR_COLUMNS = 30  # fewer on a narrow terminal
 
 States = Callable[[], Mapping[str, tuple[str, int, int]]]
 Line = Mapping[str, Any]
@@ -67,31 +68,6 @@ class ProgressSnapshot:
         if sampler >= IDLE_FRACTION:
             return f"samplers wait for trainer ({sampler:.0%})"
         return "neither side waits long"
-
-
-class JsonTail:
-    """Reads the new complete lines of a file of JSON objects. Starts over if a resumed run has replaced the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = 0
-        self._offset = 0
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The lines since the last call, and whether reading started over."""
-        try:
-            with open(self._path, "rb") as file:
-                status = self._path.stat()
-                fresh = status.st_ino != self._inode or status.st_size < self._offset
-                if fresh:
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return [], False
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()], fresh
 
 
 def snapshot_of(
@@ -143,8 +119,8 @@ class RunWatch(Repeated):
         super().__init__("watch", SAMPLE_SECONDS, self._look)
         self._buffer = buffer
         self._total = recipe.run.total_batches
-        self._metrics = JsonTail(recipe.folder / "metrics.jsonl")
-        self._evaluations = JsonTail(recipe.folder / "evaluations.jsonl")
+        self._metrics = JsonTail(recipe.folder / METRICS_FILE)
+        self._evaluations = JsonTail(recipe.folder / EVALUATIONS_FILE)
         self._lines: deque[dict[str, Any]] = deque(maxlen=WINDOW_LINES)
         self._evaluation: dict[str, Any] | None = None
         self._counts: Mapping[str, int] = {}
@@ -294,9 +270,12 @@ def table(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
-    filled = round(30 * snapshot.step / snapshot.total) if snapshot.total else 0
-    bar = f"[green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/]"
-    grid.add_row("step", f"{snapshot.step}/{snapshot.total} {bar} {_clock(elapsed_seconds)}")
+    bar, count, elapsed = Table.grid(padding=(0, 1)), f"{snapshot.step}/{snapshot.total}", _clock(elapsed_seconds)
+    bar.add_column(no_wrap=True)
+    bar.add_column(max_width=_BAR_COLUMNS)
+    bar.add_column(no_wrap=True)
+    bar.add_row(count, ProgressBar(total=max(snapshot.total, 1), completed=snapshot.step), elapsed)
+    grid.add_row("step", bar)
     for name, value in _figures(snapshot):
         grid.add_row(name, cell(value) if value else "[dim]–[/]")
     for trouble in _troubles(snapshot, states):

@@ -15,7 +15,7 @@ from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, r
 _KEYS = {
     # How far sampling runs ahead; the length, unless the learning-rate schedule depends on it.
     "run": "folder total_batches staleness_budget hard_staleness_cap max_consecutive_drops redis_url host "
-    "certificates insecure metrics_to_tensorboard",
+    "control_port certificates server_name insecure metrics_port trackers",
     "data": "eval_file max_epochs",
     # The record of a batch holds the answers, temperature, lengths and rewards.
     "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size max_groups_in_flight "
@@ -26,7 +26,9 @@ _KEYS = {
     # Not bucket_bytes: a replay compares digests that are computed per bucket.
     "weights": "backend deadline_seconds",
 }
-FREE = frozenset({"reward", "jobs", "sft"} | {f"{table}.{key}" for table in _KEYS for key in _KEYS[table].split()})
+FREE = frozenset(
+    {"reward", "jobs", "autoscale", "sft"} | {f"{table}.{key}" for table in _KEYS for key in _KEYS[table].split()}
+)
 """Keys and sections that a resumed run may change. `test_replay.py` replays a run with a changed value for each."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import NotAdmittedError, TandemError
 from tandem.protos.types import Prompt
-from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.buffer import ALIVE_SECONDS, Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
@@ -51,14 +51,16 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEndpoints:
-    """Addresses of the samplers and of the reward service, and the token and the credentials for them."""
+    """Addresses of the samplers and of the reward services, and the token, the credentials and the name for them."""
 
     samplers: Sequence[str]
     reward: str
+    """Several are separated by commas."""
     token: str
     credentials: grpc.ChannelCredentials | None
     max_tokens: int
     stop: Sequence[str] = ()
+    server_name: str = ""
 
 
 def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
@@ -70,7 +72,8 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: Evaluati
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
     addresses = {*endpoints.samplers, endpoints.reward}
-    channels = {address: connect(address, endpoints.token, endpoints.credentials) for address in addresses}
+    security = (endpoints.token, endpoints.credentials, endpoints.server_name)
+    channels = {address: connect(address, *security) for address in addresses}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
     items: list[reward_pb2.ScoreReply.Item] = []
     reason = "no_sampler"
@@ -179,11 +182,13 @@ def wait_for_endpoints(
             for sampler in buffer.samplers()
             if sampler.alive and (version is None or (sampler.state == "LIVE" and sampler.version == version))
         ]
-        reward = buffer.services().get("reward")
+        reward = ",".join(reward_addresses(buffer))
         if samplers and reward:
             token, credentials = run_token(buffer.secret(), Role.operate), calling_credentials(recipe)
-            rollout = recipe.rollout
-            return EvaluationEndpoints(samplers, reward, token, credentials, rollout.max_response_tokens, rollout.stop)
+            rollout, name = recipe.rollout, recipe.run.server_name
+            return EvaluationEndpoints(
+                samplers, reward, token, credentials, rollout.max_response_tokens, rollout.stop, name
+            )
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):
             return None
@@ -191,6 +196,16 @@ def wait_for_endpoints(
             silent = False
             carrying = "" if version is None else f" that carries version {version}"
             log.info("evaluation waits for %s", "the reward service" if samplers else f"a sampler{carrying}")
+
+
+def reward_addresses(buffer: Buffer, alive_within_seconds: float = ALIVE_SECONDS) -> list[str]:
+    """Addresses of the reward services that sent a heartbeat within this time, or of all that ever registered if none
+    did: the only one may be restarting.
+    """
+    names = {name: address for name, address in buffer.services().items() if name.partition("-")[0] == "reward"}
+    silences = buffer.silences()
+    alive = [address for name, address in names.items() if silences.get(name, 0.0) <= alive_within_seconds]
+    return alive or list(names.values())
 
 
 @dataclass(slots=True)

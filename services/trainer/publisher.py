@@ -49,6 +49,7 @@ class Publisher:
         self._sender = sender
         self._token = run_token(buffer.secret(), Role.internal)
         self._credentials = calling_credentials(recipe)
+        self._server_name = recipe.run.server_name
         self._host = recipe.run.host
         self._folder = recipe.weights_folder
         self._backend = recipe.weights.backend
@@ -59,6 +60,8 @@ class Publisher:
         self._group: frozenset[SamplerLink] = frozenset()  # members of the sender's open group
         self._group_name = ""
         self._newest: WeightManifest | None = None
+        self.failed_updates = 0
+        """Updates that a sampler failed or did not answer."""
         self._error: BaseException | None = None
         self._thread = Repeated("catch-up", _CHECK_SECONDS, self._catch_up_samplers)
         self._thread.__enter__()
@@ -107,7 +110,7 @@ class Publisher:
         if link is None or link.sampler.generation != sampler.generation:
             if link is not None:
                 link.close()
-            link = self._links[sampler.id] = SamplerLink(sampler, self._token, self._credentials)
+            link = self._links[sampler.id] = SamplerLink(sampler, self._token, self._credentials, self._server_name)
         link.sampler = sampler
         return link
 
@@ -186,6 +189,7 @@ class Publisher:
             self._newest = replace(self._newest, incarnation=self._incarnation, policy_version=version)
         replies = [link.acknowledgement(call, manifest) for link, call in zip(links, calls, strict=True)]
         if None in replies:
+            self.failed_updates += replies.count(None)
             self._leave_group()
         return [(link, reply) for link, reply in zip(links, replies, strict=True) if reply is not None]
 

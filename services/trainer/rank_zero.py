@@ -15,11 +15,14 @@ import psutil
 from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.metrics.page import Sources
+from tandem.services.metrics.tracing import add_spans
+from tandem.services.metrics.trackers import open_trackers
 from tandem.services.run.endpoint import service_endpoint
+from tandem.services.run.json_files import Line
 from tandem.services.run.metrics import (
     SAMPLER_FIGURES,
     SCORER_FIGURES,
-    Line,
     MetricsLog,
     ServiceTotals,
     batch_figures,
@@ -32,7 +35,7 @@ from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import take_over, trainer_lock
 from tandem.services.trainer.watchdog import Watchdog
-from tandem.trainer.batch.record import batch_to_json, write_record
+from tandem.trainer.batch.record import batch_to_json, write_advantages, write_record
 from tandem.trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -66,7 +69,7 @@ class RankZero:
         self._activity = "starts"
         self._waiting_since: float | None = None
         """Monotonic time at which the loop began to wait for scored groups; None while it works."""
-        self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
+        self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
         self._stack.callback(self._metrics.close)
         self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
@@ -76,8 +79,11 @@ class RankZero:
         self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
+        self._recorded: tuple[TrainBatch, int] | None = None
+        """The batch that is being trained and published, and when its current step began (ns since 1970)."""
         info = ServiceInfo("trainer", self._figures, lambda: self._activity, buffer, lambda: self._version)
-        self._stack.enter_context(service_endpoint(info, recipe, port=recipe.trainer.port))
+        more: Sources = {"batch": lambda: self._metrics.last, "evaluation": lambda: self._metrics.last_evaluation}
+        self._stack.enter_context(service_endpoint(info, recipe, stop, port=recipe.trainer.port, more=more))
         self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
 
     def next_order(self, version: int) -> Order:
@@ -104,14 +110,17 @@ class RankZero:
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
+        self._recorded = batch, time.time_ns()
 
     def publish(self, sender: WeightSender, version: int, *, changed: bool) -> Publication:
         """Sends the version to the samplers and retires the credits of what was trained for it."""
         if self._publisher is None:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
             self._stack.callback(self._publisher.close)
+        self._trace("train")
         with self._doing(f"publishes version {version}"):
             publication = self._publisher.publish(version, changed=changed)
+        self._trace("publish")
         self._version = version
         return publication
 
@@ -140,6 +149,7 @@ class RankZero:
         }
         line |= {"replayed": True} if publication is None else asdict(publication)
         self._metrics.add(line)
+        write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         self._optimizer_step = result.optimizer_step
 
     def start_evaluation(self, version: int) -> None:
@@ -166,6 +176,7 @@ class RankZero:
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)
 
     def close(self) -> None:
+        """May be called twice."""
         self._stack.close()
 
     @contextmanager
@@ -174,11 +185,22 @@ class RankZero:
         yield
         self._activity = "trains"
 
+    def _trace(self, step: Literal["train", "publish"]) -> None:
+        """Adds the step to the traces of the batch's groups; it began when the one before ended."""
+        if self._recorded is None:
+            return  # the first publication, or that of a replay
+        batch, began = self._recorded
+        tokens = sum(header.num_loss_tokens for header in batch.headers)
+        attributes = {"tandem.version": batch.policy_version, "tandem.batch_tokens": tokens}
+        add_spans(step, self._buffer.run_id, batch.group_ids, began, attributes)
+        self._recorded = (batch, time.time_ns()) if step == "train" else None
+
     def _figures(self) -> dict[str, float]:
         since = self._waiting_since
         return {
             "policy_version": self._version,
             "optimizer_step": self._optimizer_step,
+            "failed_updates": 0 if self._publisher is None else self._publisher.failed_updates,
             "waiting_seconds": 0.0 if since is None else time.monotonic() - since,
         }
 

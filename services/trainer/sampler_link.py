@@ -27,21 +27,23 @@ Reply = TypeVar("Reply")
 
 class SamplerLink:
     """One start of one sampler; a restarted sampler gets a new link. Its calls carry `token`, over TLS if there are
-    `credentials`.
+    `credentials`, with a certificate that names `server_name`, by default the address's host.
 
     - `busy`: a publication or a catch-up is using it; guarded by the publisher's lock.
     - `failed`: its last update failed, so publications leave it out until a catch-up succeeds.
     - `lacks_base`: it reported that its model folder is not the adapters' base.
     """
 
-    def __init__(self, sampler: Sampler, token: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self, sampler: Sampler, token: str, credentials: grpc.ChannelCredentials | None, server_name: str = ""
+    ) -> None:
         self.sampler = sampler
         self.busy = False
         self.failed = False
         self.lacks_base = False
         self._failed_catch_ups = 0
         self._retry_at = 0.0
-        self._channel = connect(sampler.address, token, credentials)
+        self._channel = connect(sampler.address, token, credentials, server_name)
         self._rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
 
     @property

@@ -18,6 +18,7 @@ from tandem.protos.errors import TrainingError
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
@@ -46,17 +47,24 @@ def main(recipe: Recipe, redis_url: str) -> NoReturn:
 
 
 def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
-    """Trains as the rank given by the environment. Returns False if it was stopped before the end."""
+    """Trains as the rank given by the environment. Returns False if it was stopped before the end of the run, which
+    may also have been ended by an order.
+    """
     learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
         stack.callback(buffer.close)
+        orders = Orders(buffer.connection)
         rank_zero = None
         if learner.rank == 0:
             rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
             stack.callback(rank_zero.close)
-        return Trainer(recipe, buffer, learner, sender, rank_zero).run()
+        finished = Trainer(recipe, buffer, learner, sender, rank_zero).run()
+        if finished and rank_zero:
+            rank_zero.close()  # the other services may end only now
+            orders.end_run("finished")
+        return finished or orders.ended() != ""
 
 
 def make_learner(recipe: Recipe, group_store: StoreSource | None = None) -> tuple[Learner, WeightSender]:

@@ -81,7 +81,7 @@ def diagnose(
 
 def _reward_fault(counts: Mapping[str, int], services: Mapping[str, str], idle: float) -> str:
     waiting, leased = counts["generated_waiting"], counts["generated_leased"]
-    if "reward" not in services:
+    if not any(name.partition("-")[0] == "reward" for name in services):
         return f"{waiting} groups wait in generated; no reward service has registered"
     if not leased:
         return f"{waiting} groups wait in generated; reward has claimed none for {idle:.0f} s"

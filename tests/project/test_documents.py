@@ -22,11 +22,15 @@ from tests.trainer.policy_losses.test_policy_losses import FAMILIES as LOSSES
 from tests.trainer.test_kl import ESTIMATORS
 
 PAGES = [
-    ROOT / "docs" / f"{name}.md" for name in ("architecture", "algorithms", "plugins", "reward", "sandbox", "security")
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        *("architecture", "algorithms", "dashboard", "metrics", "plugins"),
+        *("reward", "sandbox", "scaling", "security"),
+    )
 ]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
-KEY = r"(?:run|model|data|rollout|reward|jobs|trainer|weights|sft)(?:\.[a-z_]+)+"
+KEY = r"(?:run|model|data|rollout|reward|jobs|autoscale|trainer|weights|sft)(?:\.[a-z_]+)+"
 
 
 def lines_of_code(text: str) -> list[str]:
@@ -56,7 +60,10 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
 
 def test_there_are_commands_to_check() -> None:
     assert len(COMMANDS) >= 8
-    known = "certs config data demo doctor eval ledger replay report reward run scale serve sft status token"
+    known = (
+        "certs config dashboard data demo doctor drain eval health ledger pause plan replay report resume "
+        "reward run scale serve sft status stop token"
+    )
     assert known.split() == sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 
 def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "deploy").mkdir(exist_ok=True)
-    for name in ("pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
+    for name in ("pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh", "deploy/stubs.sh"):
         shutil.copy(ROOT / name, folder / name)
     command, variables = [folder / "deploy/setup.sh"], {**os.environ, "EXTRA": "", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
@@ -106,7 +106,8 @@ class Machine:
         self.venv = self.checkout / ".venv"
         self.bin.mkdir()
         (self.checkout / "deploy").mkdir(parents=True)
-        for name in ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
+        files = ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh", "deploy/stubs.sh")
+        for name in files:
             shutil.copy(ROOT / name, self.checkout / name)
         for name in TOOLS:
             self._script(name, f'exec {shutil.which(name)} "$@"')

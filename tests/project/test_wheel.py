@@ -54,7 +54,18 @@ def test_the_wheel_has_every_file_of_the_sources_under_one_name(wheel: Path) -> 
     packed = {Path(name) for name in ZipFile(wheel).namelist()}
     info = {path for path in packed if path.parts[0].endswith(".dist-info")}
     assert packed - info == expected
-    assert {path.suffix for path in expected} == {".py", ".pyi", ".proto", ".lua", ".typed", ".j2"}
+    assert {path.suffix for path in expected} == {
+        ".py",
+        ".pyi",
+        ".proto",
+        ".lua",
+        ".typed",
+        ".j2",
+        ".html",
+        ".css",
+        ".js",
+        ".svg",
+    }
 
 
 def test_the_base_installation_puts_one_name_into_site_packages(base: tuple[Path, Path]) -> None:

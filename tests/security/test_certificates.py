@@ -17,7 +17,8 @@ from tandem.protos.contracts import ScoreItem
 from tandem.protos.errors import AuthenticationError, ConfigError, TandemError, UnavailableError
 from tandem.services.clients import RewardClient
 from tandem.services.commands.certs import write_certificates
-from tandem.services.commands.status import ask_supervisor
+from tandem.services.commands.find_controller import controller_of
+from tandem.services.commands.status import ask_controller
 from tandem.services.rpc import client as rpc_client
 from tandem.services.rpc.certificates import channel_credentials, server_credentials
 from tandem.services.rpc.client import connect, translated
@@ -347,7 +348,7 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
         status = run.tandem("status", str(run.folder), deadline=60, COLUMNS="200")
         services = [line.split() for line in status.stdout.splitlines() if " running " in line and "127.0.0.1" in line]
         assert sorted(line[0] for line in services) == ["feed", "reward", "rollout-0", "trainer"], status
-        assert all(line[4] != "–" for line in services), "every service has answered Info"
+        assert all(line[5] != "–" and line[6:] for line in services), "every service has told what it does"
         for line in services:
             with pytest.raises(UnavailableError, match="if it talks TLS"):
                 ask_info(line[5])
@@ -362,8 +363,8 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
 
 
 def all_running(folder: Path) -> bool:
-    address = running(folder)
-    if address is None:
+    place = controller_of(folder) if running(folder) else None
+    if place is None:
         return False
-    services = ask_supervisor(address)[0].services
+    services = ask_controller(place).services
     return all(service.state == "running" and service.address for service in services)

@@ -19,8 +19,8 @@ from tandem.protos.secret_values import is_secret_name
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore, validate
 from tandem.reward.workers.child_process import LineProcess
-from tandem.services.run.children import Child
-from tandem.services.run.supervisor import child_specs
+from tandem.services.launchers.children import LocalChild
+from tandem.services.launchers.supervisor import child_specs
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 from tests.support.run_inputs import recipe_of, small_values
@@ -113,11 +113,12 @@ def test_what_a_sampler_starts_sees_no_secret_but_the_hub_token(tmp_path: Path) 
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(small_values(tmp_path)))
     show = (
-        "import subprocess; from tandem.services import cli; cli._serve = lambda *_: subprocess.run(['env']).returncode"
+        "import subprocess; from tandem.services import cli; from tandem.services.commands import serve; "
+        "serve._serve = lambda *_: subprocess.run(['env']).returncode"
     )
     done = run_python(
         "-c",
-        f"{show}; cli.app(['serve', 'rollout', {str(recipe)!r}])",
+        f"{show}; cli.app(['serve', 'rollout', {str(recipe)!r}, '--replica', '0'])",
         PYTHONPATH=str(ROOT),
         TANDEM_PARENT_PID=str(os.getpid()),
     )
@@ -139,7 +140,7 @@ def test_only_the_reward_service_of_a_run_gets_the_keys_of_judges(tmp_path: Path
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     judges = {"OPENAI_API_KEY", "DB_PASSWORD"}
     for spec in child_specs(recipe, "unix:///nowhere"):
-        child = Child(replace(spec, command=(sys.executable, "-c", show)), "token")
+        child = LocalChild(replace(spec, command=(sys.executable, "-c", show)), "token")
         child.start()
         eventually(lambda child=child: child.exit_code() is not None)
         seen = json.loads(child.last_lines(1)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,13 @@ from tandem.protos import control_pb2, control_pb2_grpc, reward_pb2, rollout_pb2
 from tandem.protos.errors import TandemError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import BucketSpec, TensorSpec, WeightManifest
+from tandem.services.control.controller import Controller, Lease
+from tandem.services.control.server import control_server
+from tandem.services.launchers.local import LocalLauncher
+from tandem.services.launchers.process_group import ProcessGroup
 from tandem.services.rpc.client import connect
 from tandem.services.rpc.limits import ERROR_KEY
 from tandem.services.rpc.tokens import ROLES_NEEDED, Role, Tokens, bearer, run_token
-from tandem.services.run.control import control_server
-from tandem.services.run.process_group import ProcessGroup
-from tandem.services.run.scaling import Scaling
 from tests.support.fuzzing import PATHS, Fuzz
 from tests.support.redis_ring import new_run
 from tests.support.reward_server import Stub, answers, serving, submission, summary
@@ -40,8 +42,8 @@ CALL_SECONDS = 60.0
 ENDLESS_SECONDS = 0.2
 MAX_GROWTH_BYTES = 512 << 20
 SEED = 10
-ENDLESS = ("/grpc.health.v1.Health/Watch",)
-"""A stream of replies that goes on until the call's deadline."""
+ENDLESS = ("/grpc.health.v1.Health/Watch", "/tandem.v1.ControlService/Watch")
+"""Streams of replies that go on until the call's deadline."""
 
 Status = grpc.StatusCode
 
@@ -77,13 +79,14 @@ def run(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     buffer = new_run(redis_url)
     tokens = Tokens.of_run(buffer.secret())
     processes = ProcessGroup(report=lambda line: None)
+    launcher = LocalLauncher("local", recipe, buffer, processes, lambda scaled: [])
     with ExitStack() as stack:
+        lease = stack.enter_context(Lease(buffer, "fuzzed"))
+        controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))
         addresses = {
             "tandem.v1.RolloutService": stack.enter_context(serving_sampler(buffer, recipe, model)),
             "tandem.v1.RewardService": stack.enter_context(serving(redis_url, tokens=tokens)).server.address,
-            "tandem.v1.ControlService": stack.enter_context(
-                control_server(recipe, processes, buffer, Scaling(recipe, buffer, processes, lambda scaled: []))
-            ),
+            "tandem.v1.ControlService": stack.enter_context(control_server(controller, threading.Event())),
         }
         yield Run(addresses, buffer.secret())
 

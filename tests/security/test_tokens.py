@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import grpc
@@ -27,7 +29,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.clients import RewardClient
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import ServerThread
-from tandem.services.rpc.tokens import ROLES_NEEDED, Role, Tokens, add_token, bearer, run_token
+from tandem.services.rpc.tokens import ROLES_NEEDED, Role, Tokens, add_token, bearer, read_private, run_token
 from tests.support.reward_process import running_reward
 from tests.support.service_wire import health_of, listed_services
 
@@ -108,7 +110,7 @@ def test_a_client_says_what_its_token_lacks(server: ServerThread, monkeypatch: p
     with RewardClient(server.address) as client, pytest.raises(AccessError, match="needs a token with the role score"):
         client.cancel("a-job")
     with connect(server.address, "wrong") as channel, pytest.raises(AuthenticationError, match="known"), translated():
-        control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=5.0)
+        control_pb2_grpc.ControlServiceStub(channel).Stop(control_pb2.StopRequest(), timeout=5.0)
 
 
 def test_the_tokens_of_a_run_survive_its_processes(redis_url: str) -> None:
@@ -155,6 +157,39 @@ def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str |
     if file.exists():
         with pytest.raises(ConfigError, match=re.escape(says)):
             add_token(file, "bob", Role.score)
+
+
+@contextmanager
+def acting_as(user: int, group: int) -> Iterator[None]:
+    """This process without root's rights, as a service in a container: a user who is in one further group."""
+    before = os.getgroups()
+    os.setgroups([group])
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setgroups(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("owner", "mode", "reads"),
+    [(0, 0o440, True), (0, 0o640, True), (0, 0o444, False), (0, 0o460, False), (0, 0o450, False), (1234, 0o440, False)],
+)
+def test_a_secret_may_be_readable_by_a_group_that_root_chose(owner: int, mode: int, reads: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        file = Path(folder, "service.key")
+        file.write_text("secret")
+        os.chown(file, owner, 4321)
+        file.chmod(mode)
+        with pytest.raises(PermissionError):
+            read_private(file)  # as root, whose files only root may read
+        with acting_as(1234, 4321), nullcontext() if reads else pytest.raises(PermissionError, match="other users may"):
+            assert read_private(file) == b"secret"
+        with acting_as(1234, 1), pytest.raises(PermissionError):
+            read_private(file)
 
 
 def test_a_token_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

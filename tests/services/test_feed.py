@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,7 +188,8 @@ def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: 
     settings = recipe(questions(3))
     feed = Feed(buffer, PromptStream(settings, 1))
     before = time.time()
-    with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), settings) as address:
+    info = ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer)
+    with service_endpoint(info, settings, threading.Event()) as address:
         assert buffer.services()["feed"] == address
         info = check_what_it_says(address, buffer, name="feed", service_names=(), started_after=before)
         assert info.activity == "starting"

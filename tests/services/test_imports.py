@@ -48,7 +48,7 @@ LIGHT = [
     *(f"tandem.protos.{name}" for name in ("types", "errors", "contracts", "codec", "manifest", "scratch_folder")),
     *(f"tandem.trainer.batch.{name}" for name in ("balance", "packing", "planning", "selection")),
     *("tandem.rollout.vllm.engine_folder", "tandem.services.config.docs", "tandem.services.run.preflight"),
-    *("tandem.services.run.supervisor", "tandem.services.commands.doctor"),
+    *("tandem.services.launchers.supervisor", "tandem.services.commands.doctor"),
 ]
 
 

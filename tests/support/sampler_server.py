@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ def serving_sampler(buffer: Buffer, recipe: Recipe, model: Path) -> Iterator[str
         with service_endpoint(
             ServiceInfo("rollout-0", dict, lambda: "waits", buffer),
             recipe,
+            threading.Event(),
             register=lambda one: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, one),
             service_names=[SERVICE_NAME],
             limits=RPC_LIMITS,

@@ -108,7 +108,7 @@ def stand_in(recipe: Recipe) -> list[str]:
         return [*small, f'reward.scorer="{scorer}"', "trainer.selection.drop_zero_variance=false"]
     function = "components" if trainer.needs_components else "compute_score"
     scorer = f"{ROOT}/tests/support/whole_run.py:{function}"
-    return [*small, f'reward.scorer="{scorer}"', "data.eval_file=", "run.metrics_to_tensorboard=false"]
+    return [*small, f'reward.scorer="{scorer}"', "data.eval_file="]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 `groups.arrow` is an Arrow IPC file with one row per segment, in the batch's order; to read it, use
 `pyarrow.ipc.open_file(path).read_all()`. Its columns are `group_id` and `prompt` (JSON), then the payload's.
-`plan.json` is the TrainBatch.
+`plan.json` is the TrainBatch. `advantages.json`, written once the batch is trained, has each trajectory's mean
+advantage by `<group id>/<trajectory id>`; only what shows the batch reads it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tandem.trainer.checkpoints.durable import atomic_folder
 BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"
 GROUPS_FILE = "groups.arrow"
+ADVANTAGES_FILE = "advantages.json"
 
 _GROUP_FIELDS = [
     pa.field("group_id", pa.string(), nullable=False),
@@ -63,6 +65,25 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
     with atomic_folder(folder) as begun:
         (begun / GROUPS_FILE).write_bytes(sink.getvalue())
         (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
+
+
+def write_advantages(run_folder: Path, version: int, advantages: Mapping[tuple[str, int], float]) -> None:
+    """Adds the mean advantages of the trajectories to a record. Raises OSError."""
+    values = {f"{group_id}/{number}": value for (group_id, number), value in advantages.items()}
+    file = record_folder(run_folder, version) / ADVANTAGES_FILE
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def read_advantages(run_folder: Path, version: int) -> dict[tuple[str, int], float]:
+    """What `write_advantages` wrote; nothing for a batch that is not trained yet."""
+    try:
+        text = (record_folder(run_folder, version) / ADVANTAGES_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    found = [(*key.split("/"), value) for key, value in json.loads(text).items()]
+    return {(group_id, int(number)): float(value) for group_id, number, value in found}
 
 
 def read_record(run_folder: Path, version: int) -> tuple[TrainBatch, dict[str, bytes]]:

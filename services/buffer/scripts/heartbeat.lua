@@ -1,5 +1,8 @@
--- ARGV: name, generation ('' for a service), figures as JSON
-if replaced(ARGV[1], ARGV[2]) then return 0 end
+-- ARGV: name, generation ('' for a service), figures as JSON, activity
+-- Returns what the service is to know: '', `left` (it is to leave the run), or how the run ended.
+if replaced(ARGV[1], ARGV[2]) then return '' end
 redis.call('HSET', key('beats'), ARGV[1], NOW_MS)
 redis.call('HSET', key('figures'), ARGV[1], ARGV[3])
-return 1
+redis.call('HSET', key('activities'), ARGV[1], ARGV[4])
+if redis.call('SISMEMBER', key('left'), ARGV[1]) == 1 then return 'left' end
+return redis.call('HGET', META, 'ended') or ''

@@ -30,6 +30,14 @@ local function not_admitted(id, generation)
   if replaced(id, generation) then
     return refuse('FencedError', 'sampler ' .. id .. ' was replaced by a later start of it')
   end
+  if redis.call('SISMEMBER', key('paused'), id) == 1 or redis.call('SISMEMBER', key('paused'), '*') == 1 then
+    return refuse('NotAdmittedError', 'sampler ' .. id .. ' is paused until it is resumed')
+  end
+  for _, order in ipairs({ 'standby', 'left' }) do
+    if redis.call('SISMEMBER', key(order), id) == 1 then
+      return refuse('NotAdmittedError', 'sampler ' .. id .. ' is not among the samplers that are ordered')
+    end
+  end
   if published == '-1' then return refuse('NotAdmittedError', 'no version is published yet') end
   if sampler[1] ~= 'LIVE' or sampler[2] ~= published then
     local text = 'sampler ' .. id .. ' is ' .. sampler[1] .. ' at version ' .. sampler[2]

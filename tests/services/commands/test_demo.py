@@ -39,6 +39,7 @@ class Stage:
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
         self.runs = 0
+        self.launcher = ""
         self.exit_code = 0
         self.summary: dict[str, Any] | None = None
 
@@ -52,9 +53,10 @@ class Stage:
             Path(recipe.sft.output, "model.safetensors").write_text(f"of demo {len(self.commands)}")
         return subprocess.CompletedProcess(command, self.exit_code)
 
-    def run(self, recipe: Recipe, resume: bool, *, console: object, lock: RunLock) -> int:
+    def run(self, recipe: Recipe, resume: bool, *, console: object, lock: RunLock, launcher_name: str) -> int:
         assert held(recipe.folder) and not resume
         self.runs += 1
+        self.launcher = launcher_name
         (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
         if self.summary is None:
             return STOPPED
@@ -90,11 +92,15 @@ def play(folder: Path, *overrides: str) -> int:
     return demo.main(0, [f"run.folder={folder}", *overrides])
 
 
+def test_the_demo_runs_under_the_launcher_that_is_asked_for(stage: Stage, folder: Path) -> None:
+    assert demo.main(0, [f"run.folder={folder}"], "ray") == STOPPED and stage.launcher == "ray"
+
+
 def test_every_file_is_in_the_run_folder(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_recipe(demo.RECIPE, demo.demo_settings(0, []))
     assert plain == load_recipe(demo.RECIPE), "the recipe as it is shipped"
     monkeypatch.chdir(tmp_path)
-    assert demo.main(0, ["run.run_id=mine"]) == STOPPED
+    assert demo.main(0, ["run.run_id=mine"]) == STOPPED and stage.launcher == "local"
     assert sorted(os.listdir("runs")) == ["mine"]
     assert {"data", "model", CONFIG_FILE} <= set(os.listdir("runs/mine"))
 

@@ -13,7 +13,7 @@ from tandem.protos.errors import ConfigError, DeadlineError, EnvironmentLackErro
 from tandem.services.commands import evaluate
 from tandem.services.commands.evaluate import evaluate_recipe
 from tandem.services.config import Recipe
-from tandem.services.run.children import ChildSpec
+from tandem.services.launchers.children import ChildSpec
 from tests.services.commands.test_cli import web_server
 from tests.support.processes import MARK, carriers
 from tests.support.run_inputs import Values, recipe_of, small_values, write_chat_model

@@ -96,7 +96,11 @@ def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:
         replay.main(copied)
 
 
-CHOICES = {"rollout.engine": "transformers", "weights.backend": "disk"}
+CHOICES: dict[str, Any] = {
+    "rollout.engine": "transformers",
+    "weights.backend": "disk",
+    "run.trackers": ["mlflow"],
+}
 
 
 def another(key: str, value: Any) -> Any:

@@ -27,7 +27,7 @@ from tandem.rollout.config import RolloutConfig
 from tandem.rollout.sampler import SamplerFigures
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rollout.service import SamplingWorker
-from tandem.services.service_info import Heartbeat
+from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.redis_ring import SAMPLER, new_run
 
 TIMEOUT = 20.0
@@ -109,9 +109,10 @@ def run_worker(
     """Runs a stage until the condition holds (then calls `act`), stops it, and raises its error."""
 
     async def main() -> SamplingWorker:
-        heartbeat = Heartbeat(buffer, SAMPLER, lambda: worker.figures())
-        worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines, report=heartbeat.send)
         stop = threading.Event()
+        info = ServiceInfo(SAMPLER, lambda: worker.figures(), lambda: worker.activity(), buffer)
+        heartbeat = Heartbeat(info, stop)
+        worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines, report=heartbeat.send)
         running = asyncio.create_task(worker.run(stop))
         deadline = time.monotonic() + TIMEOUT
         while not running.done() and not await asyncio.to_thread(until):

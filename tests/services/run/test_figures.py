@@ -25,7 +25,7 @@ from tandem.services.run.metrics import (
     percentile_99,
     summarise,
 )
-from tandem.services.run.progress import JsonTail, Progress, ProgressSnapshot, RunWatch, plain_line, snapshot_of, table
+from tandem.services.run.progress import Progress, ProgressSnapshot, RunWatch, plain_line, snapshot_of, table
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.trainer_ring import make_recipe
 from tests.support.training_groups import make_batch, make_group
@@ -127,22 +127,6 @@ def test_restarts_and_silent_services_are_named() -> None:
     assert "no heartbeat for 30 s: rollout-1" in line
     starting = {"rollout-1": ("starting", 7, 1)}
     assert "no heartbeat" not in plain_line(snapshot, starting, 61.0), "its last beat was that of the life before"
-
-
-def test_a_tail_gives_whole_lines_once_and_starts_over_with_a_new_file(tmp_path: Path) -> None:
-    file = tmp_path / "lines.jsonl"
-    tail = JsonTail(file)
-    assert tail.read() == ([], False)
-    file.write_text('{"a": 1}\n{"a": 2')
-    assert tail.read() == ([{"a": 1}], True)
-    with open(file, "a") as out:
-        out.write("}\n")
-    assert tail.read() == ([{"a": 2}], False)
-    assert tail.read() == ([], False)
-    other = tmp_path / "other"
-    other.write_text('{"a": 9}\n')
-    other.replace(file)
-    assert tail.read() == ([{"a": 9}], True)
 
 
 def test_a_watch_forgets_the_batches_that_a_resumed_run_trains_again(tmp_path: Path) -> None:
@@ -338,14 +322,14 @@ def test_percentile_99_of_a_histogram() -> None:
 
 
 def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=True)
+    log = MetricsLog(tmp_path)
     for step in range(1, 6):
         log.add(metrics_line(step))
         log.add_evaluation({"version": step, "accuracy": 0.1 * step})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "torn')
-    again = MetricsLog(tmp_path, tensorboard=True)
+    again = MetricsLog(tmp_path)
     again.rewind(checkpoint_version=2, last_recorded=4)
     assert [entry["step"] for entry in again.lines.read()] == [1, 2]
     assert [entry["version"] for entry in again.evaluations.read()] == [1, 2, 3, 4]

@@ -26,6 +26,7 @@ from tandem.protos.errors import (
 from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run import model_check, preflight
+from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_added_samplers, check_disk, check_memory, check_recipe, check_service
@@ -213,13 +214,6 @@ def test_a_recipe_that_cannot_run_here_is_refused(
     refused(kind, recipe_of(values, **changes), *says)
 
 
-def test_nccl_needs_a_gpu_for_every_process(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
-    check_recipe(recipe_of(values, weights={"backend": "nccl"}), resume=False)
-    crowded = recipe_of(values, weights={"backend": "nccl"}, rollout={"num_replicas": 2})
-    refused(ConfigError, crowded, "needs 3 GPUs", "shows 2")
-
-
 def test_samplers_join_only_if_gpus_are_free_and_leave_in_any_case(
     values: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,3 +370,13 @@ def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
     plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
     assert 2 * preflight.worst_case_redis_bytes(remax) == 3 * preflight.worst_case_redis_bytes(plain)
     assert preflight.disk_need_bytes(remax, None) == 1.5 * preflight.disk_need_bytes(plain, None)
+
+
+def test_a_service_finds_its_own_address_by_the_way_to_redis(values: Values) -> None:
+    recipe = recipe_of(values, run={"host": "auto"})
+    assert with_own_host(recipe, "redis://127.0.0.2:6379/0").run.host == "127.0.0.1"
+    assert with_own_host(recipe, "unix:///tmp/redis.sock").run.host == "127.0.0.1"
+    named = recipe_of(values, run={"host": "10.0.0.7"})
+    assert with_own_host(named, "redis://127.0.0.1:6379/0") is named
+    with pytest.raises(ConfigError, match=r"run\.host=auto: Redis' host redis\.invalid"):
+        with_own_host(recipe, "redis://redis.invalid:6379/0")

@@ -6,19 +6,29 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tandem.protos.errors import ConfigError, RunExistsError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.orders import Orders
+from tandem.services.cli import app
 from tandem.services.config import Recipe, dump_recipe, load_resolved
+from tandem.services.control.controller import Controller, Lease
+from tandem.services.control.launcher import StartedByHand
+from tandem.services.data.tiny_model import build_tiny_model
+from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run import ledger as run_ledger
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.ledger import join_run
+from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.paths import ROOT
 from tests.support.run_inputs import Values, recipe_of, write_chat_model
 
@@ -81,6 +91,53 @@ def test_in_any_order_the_feed_creates_the_run(
     assert buffer.admission().cursor == (S + 1) * P and buffer.verify() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["finished", "stopped"])
+def test_services_of_a_run_that_ends_exit_with_code_0(
+    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, how: Any
+) -> None:
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    processes = [serve("feed"), serve("reward")]
+    until(lambda: buffer.figures().keys() == {"feed", "reward"}, *processes, folder=tmp_path)
+    Orders(buffer.connection).end_run(how)
+    assert [process.wait(timeout=DEADLINE_SECONDS) for process in processes] == [0, 0]
+    assert f"the run is {how}; this service ends" in (tmp_path / "reward.log").read_text()
+
+
+@pytest.mark.parametrize("shares_the_folder", [True, False])
+def test_a_feed_resumes_a_run_that_was_stopped(recipe: Recipe, redis_url: str, shares_the_folder: bool) -> None:
+    join_run(recipe, redis_url, "feed")
+    orders = Orders(Buffer(redis_url, recipe.run.run_id).connection)
+    orders.end_run("stopped")
+    assert orders.ended() == "stopped"
+    if not shares_the_folder:
+        (recipe.folder / CONFIG_FILE).unlink()
+    join_run(recipe, redis_url, "feed")
+    assert orders.ended() == ""
+
+
+def test_a_service_that_starts_before_the_feed_waits_for_it_to_resume_the_run(
+    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_run(recipe, redis_url, "feed")
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    Orders(buffer.connection).end_run("stopped")
+    info, stop = ServiceInfo("reward", dict, lambda: "waits", buffer), threading.Event()
+    early = Heartbeat(info, stop)
+    early.send()
+    assert not stop.is_set(), "the feed may be starting"
+    join_run(recipe, redis_url, "feed")
+    early.send()
+    Orders(buffer.connection).end_run("finished")
+    early.send()
+    assert stop.is_set(), "the run went on, and ended again"
+
+    monkeypatch.setattr("tandem.services.service_info.RESUME_SECONDS", 0.0)
+    late = threading.Event()
+    Heartbeat(info, late).send()
+    assert late.is_set(), "nobody has resumed it"
+
+
 def test_a_restarted_feed_finds_its_run(recipe: Recipe, redis_url: str) -> None:
     for _ in range(2):
         join_run(recipe, redis_url, "feed")
@@ -90,6 +147,14 @@ def test_a_restarted_feed_finds_its_run(recipe: Recipe, redis_url: str) -> None:
     join_run(recipe, redis_url, "feed")
     assert (recipe.folder / CONFIG_FILE).is_file()
     join_run(recipe, redis_url, "trainer")
+
+
+def test_a_trainer_that_does_not_share_the_feeds_folder_saves_the_recipe(recipe: Recipe, redis_url: str) -> None:
+    join_run(recipe, redis_url, "feed")
+    (recipe.folder / CONFIG_FILE).unlink()
+    join_run(recipe, redis_url, "trainer")
+    assert load_resolved(recipe.folder / CONFIG_FILE) == recipe, "`tandem ledger`, `tandem report` find it there"
+    assert (recipe.folder / CONFIG_FILE).stat().st_mode & 0o077 == 0
 
 
 def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> None:
@@ -132,3 +197,79 @@ def test_waiting_for_a_feed_has_a_deadline(
     with pytest.raises(UnavailableError, match=r"nobody has created it .* start `tandem serve feed`"):
         join_run(recipe, redis_url, "trainer")
     assert caplog.messages[0].startswith("waits for run alone-")
+
+
+@pytest.mark.slow
+def test_a_controller_restarts_without_losing_orders_and_is_steered_from_anywhere(
+    recipe: Recipe, redis_url: str, serve: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """With the launcher `none`: samplers exist in the registry only."""
+    monkeypatch.setenv("TANDEM_REDIS_URL", redis_url)
+
+    def tandem(*arguments: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == code, done.output
+        return done.output
+
+    folder = str(recipe.folder)
+    first = serve("controller")  # it waits for the feed
+    join_run(recipe, redis_url, "feed")
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    for name in ("rollout-0", "rollout-1"):
+        buffer.register_sampler(name, "127.0.0.1:1", 1)
+    until(lambda: "controller" in buffer.services(), first, folder=tmp_path)
+    assert "rollout: 1 ordered" in tandem("scale", folder, "rollout=1")
+    assert "paused: rollout-0" in tandem("pause", folder, "rollout-0")
+    first.kill()
+    first.wait()
+
+    second = serve("controller")
+    address = buffer.services()["controller"]
+    until(lambda: buffer.services()["controller"] != address, second, folder=tmp_path)
+    said = tandem("status", folder)
+    assert "ordered: rollout=1" in said and "running, launcher none" in said
+    third = serve("controller")
+    assert third.wait(timeout=DEADLINE_SECONDS) == 2
+    assert "has a controller already, at 127.0.0.1:" in (tmp_path / "controller.log").read_text()
+
+    place = ("--address", buffer.services()["controller"])
+    monkeypatch.setenv("TANDEM_REDIS_URL", "")
+    assert "set TANDEM_TOKEN" in tandem("status", *place, code=2)
+    monkeypatch.setenv("TANDEM_TOKEN", run_token(buffer.secret(), Role.read))
+    assert "paused" in tandem("status", *place)
+    assert "needs a token with the role operate" in tandem("resume", *place, "rollout-0", code=2)
+    monkeypatch.setenv("TANDEM_TOKEN", run_token(buffer.secret(), Role.operate))
+    assert "resumed: rollout-0" in tandem("resume", *place, "rollout-0")
+    assert "the run stops" in tandem("stop", *place)
+    assert second.wait(timeout=DEADLINE_SECONDS) == 0, "the controller ends with its run"
+
+
+@pytest.mark.slow
+def test_replicas_that_are_started_alike_have_names_and_addresses_of_their_own(
+    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    processes = [serve("feed"), serve("reward"), serve("reward")]
+    until(lambda: {"reward", "reward-1"} <= buffer.services().keys(), *processes, folder=tmp_path)
+    assert len(set(buffer.services().values())) == 3
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=DEADLINE_SECONDS) == 0
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_to_leave_ends_with_exit_code_0(
+    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    model = {"path": str(build_tiny_model(tmp_path / "tiny"))}
+    rollout = {"engine": "transformers", "kv_cache_bytes": 1 << 22, "max_response_tokens": 8}
+    own = recipe_of(recipe.model_dump(mode="json"), model=model, rollout=rollout)
+    (tmp_path / "recipe.json").write_text(dump_recipe(own))
+    join_run(own, redis_url, "feed")
+    buffer = Buffer(redis_url, own.run.run_id)
+    sampler = serve("rollout")
+    until(lambda: bool(buffer.figures().get("rollout-0")), sampler, folder=tmp_path)
+    with Lease(buffer, "test") as lease:
+        Controller(own, buffer, StartedByHand(buffer), lease).drain("rollout-0")
+    assert sampler.wait(timeout=DEADLINE_SECONDS) == 0
+    assert "leaves the run for good" in (tmp_path / "rollout.log").read_text()

@@ -15,6 +15,7 @@ import pytest
 from tandem.protos.errors import TrainingError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Sampler
+from tandem.services.buffer.orders import Orders
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
@@ -43,6 +44,26 @@ def test_a_waiting_trainer_answers_info_and_stops(tmp_path: Path, redis_url: str
         eventually(lambda: buffer.figures().get("trainer", {}).get("waiting_seconds", 0.0) > 0.5)
     assert finished == [False], "stopped is not finished"
     assert not (recipe.folder / "summary.json").exists()
+    assert Orders(buffer.connection).ended() == ""
+
+
+def test_a_trainer_ends_with_its_run(tmp_path: Path, redis_url: str) -> None:
+    """By an order, or when it has trained all batches; then the other services of the run end, too."""
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    orders = Orders(buffer.connection)
+    put_scored(buffer, different_rewards(P))
+    finished: list[bool] = []
+    with looping(lambda stop: finished.append(train(recipe, redis_url, stop))):
+        eventually(lambda: buffer.figures().get("trainer", {}).get("waiting_seconds", 0.0) > 0.0, 60.0)
+        orders.end_run("stopped")
+        eventually(lambda: finished)
+    assert finished == [True] and not (recipe.folder / "summary.json").exists()
+
+    buffer.connection.redis.hdel(buffer.connection.key("meta"), "ended")
+    put_scored(buffer, different_rewards(3 * P, start=P))
+    assert train(recipe, redis_url)
+    assert orders.ended() == "finished" and (recipe.folder / "summary.json").exists()
 
 
 GOOD, BAD = (0.0, 1.0, 1.0, 0.0), (1e200, 0.0, 1.0, 0.0)  # beyond float32

@@ -1,0 +1,96 @@
+"""`tandem serve`: one service of a run in the foreground. Imports nothing heavy up here, for `--help` loads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tandem.services.command_line import full_disk_named
+
+if TYPE_CHECKING:
+    from tandem.services.config import Recipe
+
+Service = Literal["feed", "rollout", "reward", "trainer", "controller"]
+LauncherName = Literal["compose", "kubernetes", "none"]
+_REPLICATED: tuple[Service, ...] = ("rollout", "reward")
+
+
+def serve_one(
+    service: Service, recipe_file: Path, overrides: Sequence[str], replica: int | None, launcher: LauncherName
+) -> None:
+    """Runs the service until it is told to stop. Without a `replica` it takes the smallest number that is free.
+    `launcher` is the controller's.
+    """
+    from tandem.protos.child_environment import drop_secrets
+    from tandem.services.config import load_recipe
+    from tandem.services.logging_setup import configure_logging
+    from tandem.services.process import die_with_parent
+    from tandem.services.run.endpoint import with_own_host
+    from tandem.services.run.folder import redis_url_of
+
+    supervisor = os.environ.get("TANDEM_PARENT_PID")
+    if supervisor is not None:
+        die_with_parent(int(supervisor))
+    written = load_recipe(recipe_file, overrides)
+    configure_logging(service, run=written.run.run_id, replica=replica if service == "rollout" else None)
+    redis_url = redis_url_of(written)
+    recipe = with_own_host(written, redis_url)
+    with ExitStack() as stack:
+        stack.enter_context(full_disk_named(recipe.folder))
+        if replica is None and service in _REPLICATED:
+            replica = _free_number(stack, recipe, redis_url, service)
+        if supervisor is None:
+            from tandem.services.run.ledger import join_run
+            from tandem.services.run.preflight import check_service
+
+            check_service(recipe, service, replica or 0)
+            join_run(written, redis_url, service)
+        if service == "rollout":
+            drop_secrets()  # it has read them; its engine's processes need none
+        own_host = () if recipe is written else (f"run.host={recipe.run.host}",)
+        if service == "controller":
+            from tandem.services.control import service as controller_service
+
+            controller_service.main(recipe, redis_url, launcher)
+            return
+        _serve(service, recipe, redis_url, replica or 0, [str(recipe_file), *overrides, *own_host])
+
+
+def _free_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Service) -> int:
+    """A number that no other replica has, held until the stack is closed."""
+    from tandem.services.buffer.buffer import Buffer
+    from tandem.services.run.folder import redis_required
+    from tandem.services.run.preflight import REDIS_SECONDS
+    from tandem.services.run.replica import free_replica_number
+
+    with redis_required():
+        buffer = Buffer(redis_url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)
+        stack.enter_context(closing(buffer))
+        return stack.enter_context(free_replica_number(buffer, service))
+
+
+def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
+    from tandem.services.process import starting
+
+    if service == "feed":
+        with starting():
+            from tandem.services import feed_service
+
+        feed_service.main(recipe, redis_url)
+    elif service == "rollout":
+        with starting():
+            from tandem.services.rollout import service as rollout_service
+
+        rollout_service.main(recipe, redis_url, replica)
+    elif service == "reward":
+        with starting():
+            from tandem.services.reward import service as reward_service
+
+        reward_service.main(recipe, redis_url, replica)
+    else:
+        from tandem.services.trainer.launch import run_trainer
+
+        run_trainer(recipe, redis_url, recipe_arguments)

@@ -1,0 +1,59 @@
+"""Where the services of a run are started: on this machine, or somewhere in a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from tandem.services.config import Recipe
+from tandem.services.launchers.children import Child, ChildSpec, LocalChild
+from tandem.services.run.model_check import ModelFacts
+from tandem.services.run.placement import place
+from tandem.services.run.preflight import check_added_samplers, check_machine
+
+
+class Machines(Protocol):
+    """The machines of a run."""
+
+    num_trainers: int
+    """How many of the trainer's machines are started here; others are started by hand."""
+
+    def fitted(self, recipe: Recipe, facts: ModelFacts | None) -> Recipe:
+        """The recipe as the services need it there. Raises UserError if the machines do not suffice."""
+
+    def check_shared(self, recipe: Recipe, redis_url: str) -> None:
+        """Raises EnvironmentLackError if a machine does not see the run's folder, or its Redis."""
+
+    def check_added(self, recipe: Recipe, added: int) -> None:
+        """Raises UserError if there is no room for `added` samplers more; `recipe` counts them in."""
+
+    def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
+        """Environment variables that assign GPUs or cores to the service `name`."""
+
+    def make_child(self, spec: ChildSpec, run_token: str) -> Child:
+        """The child that the process group starts."""
+
+
+class ThisMachine:
+    """All services run on the machine of `tandem run`."""
+
+    num_trainers = 1
+
+    def fitted(self, recipe: Recipe, facts: ModelFacts | None) -> Recipe:
+        check_machine(recipe, facts)
+        return recipe
+
+    def check_shared(self, recipe: Recipe, redis_url: str) -> None:
+        """It does."""
+
+    def check_added(self, recipe: Recipe, added: int) -> None:
+        check_added_samplers(recipe, added)
+
+    def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
+        return place(recipe, name)
+
+    def make_child(self, spec: ChildSpec, run_token: str) -> Child:
+        return LocalChild(spec, run_token)
+
+
+THIS_MACHINE = ThisMachine()

@@ -1,0 +1,198 @@
+"""`tandem run`: starts all services, here or in a Ray cluster, restarts those that die, and stops all at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Literal
+
+from rich.console import Console
+
+from tandem.protos.child_environment import HUB_TOKENS
+from tandem.protos.errors import TandemError
+from tandem.rollout.engine import remove_leftovers
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import print_line
+from tandem.services.config import Recipe
+from tandem.services.control.controller import Controller, Lease
+from tandem.services.control.server import control_server
+from tandem.services.launchers.children import ChildSpec
+from tandem.services.launchers.local import LocalLauncher
+from tandem.services.launchers.machines import THIS_MACHINE, Machines
+from tandem.services.launchers.process_group import (
+    FAILED,
+    FINISHED,
+    INCOMPLETE,
+    INTERRUPTED,
+    SERVICE_ORDER,
+    ProcessGroup,
+)
+from tandem.services.metrics.ports import PORT_VARIABLE
+from tandem.services.rpc.tokens import Role, run_token
+from tandem.services.run.endpoint import with_own_host
+from tandem.services.run.events import note_event
+from tandem.services.run.folder import (
+    CONFIG_FILE,
+    HF_FOLDER,
+    SUMMARY_FILE,
+    RunAddress,
+    RunLock,
+    external_redis_url,
+    resume_command,
+    step_taken,
+)
+from tandem.services.run.ledger import check_redis_room, create_ledger, forget_run
+from tandem.services.run.placement import starts_after
+from tandem.services.run.preflight import check_recipe
+from tandem.services.run.progress import Progress, RunWatch, drop_reasons
+from tandem.services.run.redis_child import RedisChild
+
+LauncherName = Literal["local", "ray"]
+
+
+def run_recipe(
+    recipe: Recipe,
+    resume: bool,
+    *,
+    console: Console,
+    lock: RunLock | None = None,
+    launcher_name: LauncherName = "local",
+) -> int:
+    """Runs a recipe in its run folder until it ends. `lock` is given if the caller has locked the folder already.
+
+    Returns 0 if all batches were trained, 1 after a failure, 2 if a service rejected the user's input, 3 if the run
+    ended with fewer batches although epochs were not limited, 130 after Ctrl-C, SIGTERM or a call of Stop. Raises
+    UserError for bad input that is found before any process is started.
+    """
+    recipe = with_own_host(recipe, external_redis_url(recipe))
+    facts = check_recipe(recipe, resume=resume, on_this_machine=False)
+    report = partial(print_line, console)
+    with ExitStack() as stack:
+        machines = stack.enter_context(_machines(launcher_name, report))
+        recipe = machines.fitted(recipe, facts)
+        holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
+        held = stack.enter_context(holding)
+        stack.callback(remove_leftovers)  # of killed samplers
+        processes = ProcessGroup(report=partial(_report, recipe, console), make_child=machines.make_child)
+        stack.enter_context(processes.signals())
+        redis_url = external_redis_url(recipe)
+        if not redis_url:
+            redis = stack.enter_context(RedisChild(recipe.folder, report=processes.report))
+            redis_url = redis.url
+            processes.on_poll.append(redis.restart_if_dead)
+        machines.check_shared(recipe, redis_url)
+        buffer = Buffer(redis_url, recipe.run.run_id)
+        stack.callback(buffer.close)
+        check_redis_room(buffer, recipe)
+        lease = stack.enter_context(Lease(buffer, f"{socket.gethostname()}:{recipe.folder.resolve()}"))
+        create_ledger(buffer, recipe, resume)
+        lease.renew()  # what an earlier run without a batch has left in Redis is gone, and the lease with it
+        watch = stack.enter_context(RunWatch(recipe, buffer))
+        processes.on_poll.append(lambda: _report_warnings(watch, processes))
+        processes.last_version = lambda: watch.last_version
+        processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
+        specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
+        launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
+        controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))
+        processes.add(launcher.first_children(controller.first_replicas("rollout", recipe.rollout.num_replicas)))
+        if controller.orders.samplers("paused"):
+            report(f"samplers are paused since the run was stopped; go on with: tandem resume {recipe.folder}")
+        control = stack.enter_context(control_server(controller, threading.Event(), report))
+        token = run_token(buffer.secret(), Role.operate)
+        certificates = os.path.abspath(recipe.run.certificates) if recipe.run.certificates else ""
+        held.publish(RunAddress(os.getpid(), redis_url, control, token, certificates))
+        with Progress(watch, processes.states, console):
+            outcome = processes.run()
+            if outcome != INTERRUPTED:
+                watch.ask_redis()
+                _report_warnings(watch, processes)
+        return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
+
+
+def _report(recipe: Recipe, console: Console, line: str) -> None:
+    print_line(console, line)
+    note_event(recipe.folder, line)
+
+
+def _report_warnings(watch: RunWatch, processes: ProcessGroup) -> None:
+    for warning in watch.take_warnings():
+        processes.report(warning)
+
+
+@contextmanager
+def _machines(launcher_name: LauncherName, report: Callable[[str], None]) -> Iterator[Machines]:
+    if launcher_name == "ray":
+        from tandem.services.launchers.ray_session import ray_session
+
+        with ray_session(report) as cluster:
+            yield cluster
+    else:
+        yield THIS_MACHINE
+
+
+def child_specs(recipe: Recipe, redis_url: str, machines: Machines = THIS_MACHINE) -> list[ChildSpec]:
+    """The services of a run: feed, rollout replicas, reward, trainer. Each reads the resolved configuration."""
+    config, judges_keys = str(recipe.folder / CONFIG_FILE), recipe.reward.key_variables() - HUB_TOKENS
+    arguments = {service: [service, config] for service in ("feed", "trainer")}
+    arguments["reward"] = ["reward", config, "--replica", "0"]
+    for replica in range(recipe.rollout.num_replicas):
+        arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
+    for machine in range(1, machines.num_trainers):
+        arguments[f"trainer-{machine}"] = ["trainer", config]
+    order = sorted(arguments, key=lambda name: -SERVICE_ORDER.index(name.partition("-")[0]))
+    return [
+        ChildSpec(
+            name=name,
+            command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
+            log_file=recipe.folder / "logs" / f"{name}.log",
+            environment={**machines.place(recipe, name), "TANDEM_REDIS_URL": redis_url, PORT_VARIABLE: ""},
+            withheld=frozenset() if name == "reward" else judges_keys,
+            start_after=starts_after(recipe, name),
+        )
+        for name in order  # the slowest to start comes first
+    ]
+
+
+def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:
+    """Reports the end of a run after `step` batches. Returns its exit code. Removes a run that trained no batch."""
+    folder = recipe.folder
+    if outcome == FINISHED:
+        outcome = _verify(buffer, report)
+        if outcome == FINISHED and step < recipe.run.total_batches:
+            report(early_end(recipe, step, buffer.counts()))
+            outcome = FINISHED if recipe.data.max_epochs else INCOMPLETE
+        report(f"summary: {folder / SUMMARY_FILE} · trained model: {folder / HF_FOLDER}")
+    elif step_taken(folder):
+        report(f"{step} of {recipe.run.total_batches} batches are trained; go on with: {resume_command(folder)}")
+    else:
+        forget_run(recipe, buffer)
+        report(f"no batch was trained; {folder} can be used for a new run")
+    return outcome
+
+
+def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
+    """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups."""
+    epochs, admitted, dropped = recipe.data.max_epochs, counts["admitted"], counts["dropped"]
+    why = "no further group could be scored"
+    if epochs:
+        why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
+    groups = f"Of {admitted} groups, {admitted - dropped} were trained and {dropped} dropped"
+    reasons = f" ({drop_reasons(counts)})" if dropped else ""
+    return f"trained {step} of {recipe.run.total_batches} batches: {why}. {groups}{reasons}"
+
+
+def _verify(buffer: Buffer, report: Callable[[str], None]) -> int:
+    """FAILED if the counts in a finished run's ledger do not add up, else FINISHED."""
+    try:
+        violations = buffer.verify()
+    except TandemError as error:
+        report(f"the ledger of the finished run could not be checked: {error}")
+        return FAILED
+    for violation in violations:
+        report(f"ledger: {violation}")
+    return FAILED if violations else FINISHED

@@ -1,0 +1,244 @@
+"""The Prometheus metrics of Tandem: name, unit, meaning, and the figure of a service that each one shows.
+
+docs/metrics.md lists them; `python -m tandem.services.metrics.docs` writes the list. Names are stable: dashboards and
+alert rules use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tandem.protos.contracts import UnscoredReason
+from tandem.reward.scheduling.priority_queue import PRIORITIES
+from tandem.services.buffer.buffer import STATES
+
+Figures = Mapping[str, object]
+Source = Literal[
+    "service", "feed", "rollout", "reward", "trainer", "controller", "jobs", "batch", "evaluation", "ledger"
+]
+Kind = Literal["counter", "gauge"]
+
+OTHER = "other"
+"""Value of a label for what is not in the list of its values."""
+
+_OUTCOMES = ("completed", "requeued", "dropped", "refused", "lost")
+_UNSCORED: tuple[str, ...] = get_args(UnscoredReason)
+_DROPPED = (
+    *_UNSCORED,
+    *("unsampleable", "sampling_failed", "undecodable", "run_ended"),
+    *("stale", "zero_variance", "too_few_scored_rows", "no_scored_baseline"),
+)
+_SKIPPED = (
+    *("malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"),
+    *("too_long", "duplicate", "contradiction"),
+)
+_PHASES = ("claim", "read", "record", "forward_proximal", "train", "publish", "evaluate", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label besides run, service and replica, and the values that it can have."""
+
+    name: str
+    values: tuple[str, ...]
+    is_open: bool = False
+    """Whether there may be other values. Their figures are added up as `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `figure` is the name of the figure that it shows; with a label, `*` stands for the label's value."""
+
+    name: str
+    kind: Kind
+    source: tuple[Source, ...]
+    figure: str
+    help: str
+    label: Label | None = None
+
+    def samples(self, figures: Figures) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Label values and value of every figure that is there and is a number."""
+        if self.label is None:
+            if (value := _number(figures.get(self.figure))) is not None:
+                yield (), value
+            return
+        start, _, end = self.figure.partition("*")
+        for known in self.label.values:
+            if (value := _number(figures.get(f"{start}{known}{end}"))) is not None:
+                yield (known,), value
+        if self.label.is_open:
+            known_figures = {f"{start}{known}{end}" for known in self.label.values}
+            found = [figures[name] for name in figures if name.startswith(start) and name not in known_figures]
+            if rest := [value for one in found if (value := _number(one)) is not None]:
+                yield (OTHER,), sum(rest)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _one(kind: Kind, source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
+    sources: list[Source] = source.split()  # type: ignore[assignment]
+    return Metric(f"tandem_{name}", kind, tuple(sources), figure, text, label)
+
+
+def _counter(source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
+    return _one("counter", source, f"{name}_total", figure, text, label)
+
+
+def _gauge(source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
+    return _one("gauge", source, name, figure, text, label)
+
+
+METRICS: tuple[Metric, ...] = (
+    # Every service.
+    _gauge("service", "start_time_seconds", "started_at", "Unix time at which the process started."),
+    _gauge("service", "policy_version", "policy_version", "Policy version of the weights that the service holds."),
+    # Leases: samplers and the reward service.
+    _counter("rollout reward", "groups_ended", "groups_*", "Groups whose lease ended.", Label("outcome", _OUTCOMES)),
+    _gauge("rollout reward", "groups_held", "groups_held", "Groups that are being worked on."),
+    _counter(
+        "rollout reward", "groups_busy_seconds", "groups_busy_seconds", "Time in which at least one group was held."
+    ),
+    # The feed.
+    _counter("feed", "feed_admitted_groups", "groups_admitted", "Groups admitted by this process."),
+    _counter("feed", "feed_waiting_seconds", "waiting_seconds", "Time in which the feed waited to admit."),
+    _counter(
+        "feed",
+        "feed_skipped_rows",
+        "rows_skipped:*",
+        "Rows of the dataset that cannot be used.",
+        Label("reason", _SKIPPED, is_open=True),
+    ),
+    # Samplers.
+    _counter("rollout", "sampler_sampled_tokens", "sampled_tokens", "Tokens that were sampled."),
+    _counter("rollout", "sampler_prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
+    _counter("rollout", "sampler_busy_seconds", "busy_seconds", "Time with at least one request in flight."),
+    _counter("rollout", "sampler_idle_seconds", "idle_seconds", "Time without a request in flight."),
+    _counter("rollout", "sampler_weight_updates", "weight_updates", "Weight updates that were applied."),
+    _counter(
+        "rollout", "sampler_weight_stall_seconds", "weight_stall_seconds", "Time in which updates held sampling up."
+    ),
+    # The reward service.
+    _counter("reward", "reward_scored_rows", "rows_scored", "Answers in completed groups that got a score."),
+    _counter(
+        "reward",
+        "reward_unscored_rows",
+        "rows_unscored:*",
+        "Answers in completed groups that got no score.",
+        Label("reason", _UNSCORED, is_open=True),
+    ),
+    _counter("reward", "reward_replaced_workers", "workers_replaced", "Worker processes that were replaced."),
+    _counter(
+        "reward",
+        "reward_worker_items",
+        "worker_items_*",
+        "Items that worker processes took.",
+        Label("priority", PRIORITIES),
+    ),
+    _gauge(
+        "reward",
+        "reward_waiting_calls",
+        "calls_waiting_*",
+        "Calls that wait for a worker process.",
+        Label("priority", PRIORITIES),
+    ),
+    _counter("reward", "reward_judge_requests", "judge_requests", "Requests to the endpoint of a judge."),
+    _counter(
+        "reward",
+        "reward_chunks_ended",
+        "jobs:chunks_*",
+        "Chunks whose lease ended.",
+        Label("outcome", _OUTCOMES),
+    ),
+    _gauge("jobs", "jobs", "jobs", "Reward jobs that are stored."),
+    _gauge("jobs", "jobs_waiting_chunks", "chunks_waiting", "Chunks of jobs that wait to be scored."),
+    _gauge("jobs", "jobs_unscored_bytes", "unscored_bytes", "Items of jobs that wait in Redis."),
+    _gauge("jobs", "jobs_result_bytes", "result_bytes", "Results of jobs that Redis keeps."),
+    # Rank 0 of the trainer.
+    _gauge("trainer", "trainer_waiting_seconds", "waiting_seconds", "Time that the trainer has waited for its batch."),
+    _gauge("trainer", "trainer_optimizer_step", "optimizer_step", "Number of the last optimizer step."),
+    _counter(
+        "trainer", "trainer_failed_updates", "failed_updates", "Weight updates that a sampler failed or did not answer."
+    ),
+    # The last batch, as metrics.jsonl has it.
+    _gauge("batch", "batch_step", "step", "Policy version that the last batch produced."),
+    _gauge("batch", "batch_groups", "num_groups", "Groups of the last batch."),
+    _gauge("batch", "batch_tokens", "num_tokens", "Tokens of the last batch, prompts included."),
+    _gauge(
+        "batch",
+        "batch_phase_seconds",
+        "seconds_*",
+        "Duration of a phase of the last batch; `total` is the whole batch.",
+        Label("phase", _PHASES),
+    ),
+    _gauge("batch", "batch_idle_seconds", "trainer_idle_seconds", "Time that the last batch was waited for."),
+    _gauge("batch", "batch_reward_mean", "reward_mean", "Mean reward of the last batch."),
+    _gauge("batch", "batch_reward_std", "reward_std", "Standard deviation of the last batch's rewards."),
+    _gauge("batch", "batch_response_tokens_mean", "response_length_mean", "Mean sampled tokens of an answer."),
+    _gauge("batch", "batch_staleness_mean_versions", "staleness_mean", "Mean staleness of the last batch."),
+    _gauge("batch", "batch_staleness_max_versions", "staleness_max", "Highest staleness in the last batch."),
+    _gauge("batch", "batch_rejected_groups", "rejected_groups", "Groups that selection rejected on the way to it."),
+    _gauge(
+        "batch",
+        "batch_effective_sample_size_ratio",
+        "effective_sample_size",
+        "Effective sample size of the importance weights, as a share of the tokens.",
+    ),
+    _gauge("batch", "batch_behavior_kl_nats", "behavior_proximal_kl", "KL of the behavior from the proximal policy."),
+    _gauge("batch", "batch_entropy_nats", "entropy", "Mean entropy of a sampled token."),
+    _gauge("batch", "batch_gradient_norm", "grad_norm", "Norm of the gradient before clipping."),
+    _gauge("batch", "batch_skipped_steps", "skipped_steps", "Optimizer steps that a gradient that is not finite cost."),
+    _gauge("batch", "batch_acknowledged_samplers", "samplers_acknowledged", "Samplers that took the last version."),
+    _gauge("batch", "batch_weight_bytes", "weight_bytes", "Weights sent with the last version."),
+    _gauge(
+        "batch", "batch_weight_transfer_seconds", "weight_transfer_seconds", "Transfer of the weights, slowest sampler."
+    ),
+    _gauge("evaluation", "evaluation_version", "version", "Policy version that was evaluated last."),
+    _gauge("evaluation", "evaluation_accuracy_ratio", "accuracy", "Share of right answers in the last evaluation."),
+    # The controller: the run as a whole.
+    _gauge("ledger", "ledger_groups", "*", "Groups in a state of the ledger.", Label("state", STATES)),
+    _counter("ledger", "ledger_admitted_groups", "admitted", "Groups that were admitted in the life of the run."),
+    _counter(
+        "ledger",
+        "ledger_dropped_groups",
+        "dropped:*",
+        "Groups that were dropped in the life of the run.",
+        Label("reason", _DROPPED, is_open=True),
+    ),
+    _gauge(
+        "ledger",
+        "ledger_mismatch_groups",
+        "mismatch",
+        "Admitted groups minus the sum over all states: 0, or groups were lost or counted twice.",
+    ),
+    _gauge("ledger", "ledger_outstanding_groups", "outstanding", "Groups that hold a credit."),
+    _gauge("ledger", "ledger_credits", "credits", "Credits of the run, (S + 1)·P."),
+    _gauge("ledger", "ledger_consecutive_drops", "consecutive_drops", "Groups dropped in a row."),
+    _gauge("ledger", "ledger_published_version", "published_version", "Policy version that was published last."),
+    _gauge("ledger", "ledger_incarnation", "incarnation", "Number of the trainer's start."),
+    _counter("ledger", "ledger_expired_leases", "leases_expired", "Leases that expired."),
+    _counter(
+        "ledger", "ledger_refused_results", "stale_results_refused", "Results of expired leases, which were refused."
+    ),
+    _gauge(
+        "ledger",
+        "samplers",
+        "samplers_*",
+        "Samplers with a recent heartbeat, by their state in the registry.",
+        Label("state", ("JOINING", "LIVE", "STALE")),
+    ),
+    _gauge(
+        "ledger",
+        "silence_seconds",
+        "silence_*",
+        "Time since the last heartbeat of a service.",
+        Label("of", ("feed", "reward", "trainer")),
+    ),
+)
+"""All metrics, in the order of docs/metrics.md."""
+
+BASE_LABELS = ("run", "service", "replica")
+"""Labels of every metric."""

@@ -1,0 +1,330 @@
+"""A discrete-event simulation of a run's ring: credits, samplers, reward services, trainer, updates and pauses.
+
+It is what `tandem plan` compares settings with. Samplers and the trainer share nothing but the groups that travel
+between them, so processors that both use are not modelled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+HOP_SECONDS = 0.02
+"""Assumed delay between two services: from the end of one's work on a group to the start of the next one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """The tokens of one group."""
+
+    prompt_tokens: int
+    answer_tokens: tuple[int, ...]
+    """Sampled tokens of each answer."""
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.prompt_tokens * len(self.answer_tokens) + sum(self.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds that work takes. A sampler's step lasts `step_seconds + row_seconds · rows in flight` and samples one
+    token of each row. A batch takes the trainer `batch_seconds + token_seconds · tokens`.
+    """
+
+    step_seconds: float
+    row_seconds: float
+    batch_seconds: float
+    token_seconds: float
+    publish_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    """Samplers stand still for so long at each update."""
+    score_seconds: float = 0.0
+    """One reward service scores a group in so long, one group after the other."""
+    evaluation_seconds: float = 0.0
+    """The trainer waits so long for an evaluation, before it publishes the next version."""
+    output_seconds: float = 0.0
+    """A checkpoint or an export."""
+    rejected_fraction: float = 0.0
+    """Share of the scored groups that selection drops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A ring to simulate."""
+
+    groups_per_batch: int
+    staleness_budget: int
+    samplers: int = 1
+    groups_in_flight: int = 16
+    """Groups that a sampler holds at most."""
+    scorers: int = 1
+    evaluate_every: int = 0
+    output_every: int = 0
+
+    @property
+    def credits(self) -> int:
+        return (self.staleness_budget + 1) * self.groups_per_batch
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedBatch:
+    """One batch, as the ring's line in metrics.jsonl would show it. Sampler figures are sums over all samplers."""
+
+    seconds: float
+    idle_seconds: float
+    sampler_busy_seconds: float
+    sampler_steps: float
+    sampled_tokens: float
+    staleness: float
+    groups: tuple[int, ...] = ()
+    """Numbers of the trained groups, in the order in which the feed admitted them."""
+    unsampled: int = 0
+    """Groups that wait for a sampler when the batch ends."""
+    sampling: int = 0
+    """Groups that samplers hold then."""
+    unscored: int = 0
+    """Groups that wait for a reward service then, or are held by one."""
+    outstanding: int = 0
+    """Groups that held a credit just before."""
+
+
+@dataclass(slots=True)
+class _Sampler:
+    """Rows progress together: `steps` counts engine steps, and a row ends when `steps` reaches its end."""
+
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of (step at which a row ends, its group)."""
+    groups: int = 0
+    steps: float = 0.0
+    since: float = 0.0
+    """Until this time `steps` is up to date; in the future while an update stalls the sampler."""
+    event: int = 0
+    """Number of its newest event in the calendar; earlier ones are void."""
+
+
+class Ring:
+    """One simulated run. The same seed and arguments give the same batches."""
+
+    def __init__(self, setting: Setting, rates: Rates, groups: Sequence[GroupSize], seed: int = 0) -> None:
+        self._setting = setting
+        self._rates = rates
+        self._groups = groups
+        self._random = random.Random(seed)
+        self._now = 0.0
+        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
+        self._events = 0
+        self._admitted = 0
+        self._outstanding = 0
+        self._prompts: deque[int] = deque()
+        self._samplers = [_Sampler() for _ in range(setting.samplers)]
+        self._rows_left: dict[int, int] = {}
+        self._version_of: dict[int, int] = {}
+        self._unscored: deque[int] = deque()
+        self._free_scorers = setting.scorers
+        self._scored: deque[int] = deque()
+        self._version = 0
+        self._trainer_busy = False
+        self._idle_since = 0.0
+        self._busy_seconds = self._steps = self._tokens = 0.0
+        self._last = SimulatedBatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._began = 0.0
+        self.batches: list[SimulatedBatch] = []
+
+    def run(self, num_batches: int) -> list[SimulatedBatch]:
+        """Trains so many batches and returns them."""
+        self._admit()
+        while len(self.batches) < num_batches:
+            self._now, _, action = heapq.heappop(self._calendar)
+            action()
+        return self.batches
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> int:
+        self._events += 1
+        heapq.heappush(self._calendar, (self._now + seconds, self._events, action))
+        return self._events
+
+    # ---- feed and samplers ----
+
+    def _admit(self) -> None:
+        while self._outstanding < self._setting.credits:
+            self._prompts.append(self._admitted)
+            self._admitted += 1
+            self._outstanding += 1
+        self._claim_prompts()
+
+    def _claim_prompts(self) -> None:
+        """Samplers with room claim in a random order, each as many groups as it can hold, as the services do."""
+        order = self._random.sample(self._samplers, len(self._samplers)) if self._prompts else []
+        for sampler in order:
+            room = self._setting.groups_in_flight - sampler.groups
+            claimed = [self._prompts.popleft() for _ in range(min(room, len(self._prompts)))]
+            if claimed:
+                self._advance(sampler)
+                for group in claimed:
+                    lengths = self._size(group).answer_tokens
+                    self._rows_left[group], self._version_of[group] = len(lengths), self._version
+                    sampler.groups += 1
+                    for length in lengths:
+                        heapq.heappush(sampler.ends, (sampler.steps + length, group))
+                self._schedule(sampler)
+
+    def _step_time(self, sampler: _Sampler) -> float:
+        return max(1e-9, self._rates.step_seconds + self._rates.row_seconds * len(sampler.ends))
+
+    def _advance(self, sampler: _Sampler) -> None:
+        """Brings the sampler's steps up to now."""
+        elapsed = self._now - sampler.since
+        if elapsed <= 0.0:
+            return
+        if sampler.ends:
+            steps = elapsed / self._step_time(sampler)
+            sampler.steps += steps
+            self._busy_seconds += elapsed
+            self._steps += steps
+            self._tokens += steps * len(sampler.ends)
+        sampler.since = self._now
+
+    def _schedule(self, sampler: _Sampler) -> None:
+        """Puts the end of the sampler's next row into the calendar."""
+        if not sampler.ends:
+            sampler.event = 0
+            return
+        left = max(0.0, sampler.ends[0][0] - sampler.steps) * self._step_time(sampler)
+        seconds = max(0.0, sampler.since - self._now) + left
+        number = self._events + 1
+        sampler.event = self._after(seconds, lambda: self._row_ends(sampler, number))
+
+    def _row_ends(self, sampler: _Sampler, event: int) -> None:
+        if event != sampler.event:
+            return
+        self._advance(sampler)
+        sampler.steps = max(sampler.steps, sampler.ends[0][0])  # without rounding errors
+        while sampler.ends and sampler.ends[0][0] <= sampler.steps:
+            _, group = heapq.heappop(sampler.ends)
+            self._rows_left[group] -= 1
+            if not self._rows_left[group]:
+                del self._rows_left[group]
+                sampler.groups -= 1
+                self._after(HOP_SECONDS, lambda group=group: self._generated(group))  # type: ignore[misc]
+        self._schedule(sampler)
+        self._claim_prompts()
+
+    # ---- reward services ----
+
+    def _generated(self, group: int) -> None:
+        self._unscored.append(group)
+        self._score()
+
+    def _score(self) -> None:
+        while self._free_scorers and self._unscored:
+            group = self._unscored.popleft()
+            self._free_scorers -= 1
+            self._after(self._rates.score_seconds, lambda group=group: self._score_ends(group))  # type: ignore[misc]
+
+    def _score_ends(self, group: int) -> None:
+        self._free_scorers += 1
+        self._score()
+        self._after(HOP_SECONDS, lambda: self._is_scored(group))
+
+    def _is_scored(self, group: int) -> None:
+        if self._random.random() < self._rates.rejected_fraction:
+            del self._version_of[group]
+            self._outstanding -= 1
+            self._after(HOP_SECONDS, self._admit)
+            return
+        self._scored.append(group)
+        self._train()
+
+    # ---- trainer ----
+
+    def _train(self) -> None:
+        if self._trainer_busy or len(self._scored) < self._setting.groups_per_batch:
+            return
+        self._trainer_busy = True
+        batch = [self._scored.popleft() for _ in range(self._setting.groups_per_batch)]
+        idle = self._now - self._idle_since
+        staleness = sum(self._version - self._version_of.pop(group) for group in batch) / len(batch)
+        tokens = sum(self._size(group).trained_tokens for group in batch)
+        rates, every = self._rates, self._setting.evaluate_every
+        seconds = rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
+        if every and self._version and self._version % every == 0:
+            seconds += rates.evaluation_seconds
+        self._after(seconds, lambda: self._publish(tuple(batch), idle, staleness))
+
+    def _publish(self, batch: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
+        self._version += 1
+        for sampler in self._samplers:
+            self._advance(sampler)
+            if sampler.ends and self._rates.stall_seconds:
+                self._busy_seconds += self._rates.stall_seconds
+                sampler.since = max(sampler.since, self._now) + self._rates.stall_seconds
+                self._schedule(sampler)
+        self._write_line(batch, idle_seconds, staleness)
+        self._outstanding -= len(batch)
+        self._after(HOP_SECONDS, self._admit)
+        every = self._setting.output_every
+        pause = self._rates.output_seconds if every and self._version % every == 0 else 0.0
+        self._after(pause, self._is_free)
+
+    def _is_free(self) -> None:
+        self._trainer_busy = False
+        self._idle_since = self._now
+        self._train()
+
+    def _write_line(self, groups: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
+        before, self._last = (
+            self._last,
+            SimulatedBatch(*(self._now, 0.0, self._busy_seconds, self._steps, self._tokens, 0.0)),
+        )
+        line = SimulatedBatch(
+            self._now - before.seconds,
+            idle_seconds,
+            self._busy_seconds - before.sampler_busy_seconds,
+            self._steps - before.sampler_steps,
+            self._tokens - before.sampled_tokens,
+            staleness,
+            groups,
+            unsampled=len(self._prompts),
+            sampling=sum(sampler.groups for sampler in self._samplers),
+            unscored=len(self._unscored) + self._setting.scorers - self._free_scorers,
+            outstanding=self._outstanding,
+        )
+        self.batches.append(line)
+
+    def _size(self, group: int) -> GroupSize:
+        return self._groups[group % len(self._groups)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The steady state of a simulated ring."""
+
+    steps_per_minute: float
+    trainer_idle: float
+    sampler_idle: float
+    mean_staleness: float
+
+
+def simulate(
+    setting: Setting,
+    rates: Rates,
+    groups: Sequence[GroupSize],
+    *,
+    num_batches: int = 100,
+    warm_up: int = 5,
+    seed: int = 0,
+) -> Prediction:
+    """The figures of a ring after `warm_up` batches. Groups are used in the given order, again and again."""
+    batches = Ring(setting, rates, groups, seed).run(warm_up + num_batches)[warm_up:]
+    seconds = sum(batch.seconds for batch in batches)
+    busy = sum(batch.sampler_busy_seconds for batch in batches)
+    return Prediction(
+        steps_per_minute=60.0 * len(batches) / seconds,
+        trainer_idle=sum(batch.idle_seconds for batch in batches) / seconds,
+        sampler_idle=max(0.0, 1.0 - busy / (seconds * setting.samplers)),
+        mean_staleness=sum(batch.staleness for batch in batches) / len(batches),
+    )

@@ -1,0 +1,73 @@
+"""The embedded Redis as a child process, and the rule by which processes that died are restarted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tandem.protos.errors import EnvironmentLackError, UnavailableError
+from tandem.services.buffer.redis_server import start_redis
+from tandem.services.run.folder import disk_full
+
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 30.0
+MOST_DEATHS = 5
+STEADY_SECONDS = 120.0
+REDIS_STOP_SECONDS = 1.5
+
+
+class RestartPolicy:
+    """Waits 0.5, 1, 2 and 4 s before restarts; gives up after five failures without progress or two steady minutes."""
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self._progress = -1
+
+    def delay(self, lived_seconds: float, progress: int) -> float | None:
+        """Seconds to wait before the next start, or None to give up. `progress` grows as the run advances."""
+        if lived_seconds >= STEADY_SECONDS or progress > self._progress:
+            self.deaths = 0
+        self._progress = max(progress, self._progress)
+        self.deaths += 1
+        if self.deaths >= MOST_DEATHS:
+            return None
+        return min(FIRST_DELAY_SECONDS * 2.0 ** (self.deaths - 1), LONGEST_DELAY_SECONDS)
+
+
+class RedisChild(AbstractContextManager["RedisChild"]):
+    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies."""
+
+    def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._report = report
+        self._policy = RestartPolicy()
+        self._start()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def __exit__(self, *_exception: object) -> None:
+        self._server.stop(REDIS_STOP_SECONDS)
+
+    def restart_if_dead(self) -> None:
+        """Restarts a dead server. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death."""
+        if self._server.alive:
+            return
+        if disk_full(self._folder):
+            remedy = "free space there, then start again (a run with --resume)"
+            raise EnvironmentLackError(f"Redis ended: the disk of {self._folder} is full; {remedy}")
+        delay = self._policy.delay(time.monotonic() - self._started_at, 0)
+        if delay is None:
+            raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")
+        self._report("Redis died; restarting it from its append-only file")
+        url = self.url
+        self._server.stop()
+        self._start()
+        assert self.url == url, "the services know Redis by its first address"
+
+    def _start(self) -> None:
+        self._server = start_redis(self._folder)
+        self._started_at = time.monotonic()

@@ -1,0 +1,53 @@
+"""The compose file: what it publishes, what it needs, and that its example names every variable."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "deploy" / "compose"
+TEXT = (FOLDER / "compose.yaml").read_text()
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+OURS = sorted(set(SERVICES) - {"init", "prometheus", "grafana"})
+
+
+def test_ports_are_published_on_loopback_only() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert published and all(port.startswith("127.0.0.1:") for port in published), published
+
+
+def test_the_example_names_every_variable_with_its_default() -> None:
+    used = dict(re.findall(r"\$\{(\w+)(?::-([^}]*))?\}", TEXT))
+    example = dict(re.findall(r"^(\w+)=(.*)$", (FOLDER / ".env.example").read_text(), re.M))
+    assert set(example) - {"COMPOSE_PROFILES"} == set(used)
+    without_default = {"TANDEM_WORKSPACE": "."}
+    assert {name: used[name] for name in used if name not in without_default} == {
+        name: example[name] for name in used if name not in without_default
+    }
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_has_no_privileges_and_comes_back(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "on-failure"
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges"]
+    assert service["user"] == "${TANDEM_USER:-1000:1000}"
+    assert "privileged" not in service and service.get("network_mode") is None
+    assert service["healthcheck"]["test"][0] == "CMD"
+
+
+def test_secrets_are_in_no_environment_and_no_command() -> None:
+    for name, service in SERVICES.items():
+        shown = str(service.get("environment", "")) + str(service.get("command", ""))
+        assert not re.search(r"(?i)password|token=|secret=|redis://|rediss://", shown), name
+
+
+def test_both_profiles_have_samplers_and_a_trainer() -> None:
+    for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
+        members = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
+        assert members == {f"rollout{suffix}", f"trainer{suffix}"}

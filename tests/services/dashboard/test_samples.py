@@ -1,0 +1,108 @@
+"""The answers of a run: found by words, shown by token and as text whatever they hold, with what became of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.protos.codec import encode_group
+from tandem.protos.errors import DataError
+from tandem.protos.types import TrajectoryGroup
+from tandem.services.dashboard.samples import Samples
+from tandem.trainer.batch.record import write_advantages, write_record
+from tests.services.dashboard.conftest import Site
+from tests.support.made_up_run import ANSWER
+from tests.support.run_inputs import write_model
+from tests.support.training_groups import make_batch, make_group
+
+
+def record(folder: Path, version: int, groups: list[TrajectoryGroup]) -> None:
+    batch = replace(make_batch(groups)[0], policy_version=version)
+    write_record(folder, batch, {group.group_id: encode_group(group) for group in groups})
+
+
+def saying(index: int, *texts: str, rewards: list[float | None]) -> TrajectoryGroup:
+    """A group with these answers. Those without a reward timed out."""
+    group = make_group(index, num_samples=len(texts), rewards=rewards)
+    rows = []
+    for row, text in zip(group.scored_rows, texts, strict=True):
+        late = {"unscored_reason": "timeout", "unscored_detail": "after 5 s"} if row.reward is None else {}
+        rows.append(replace(row, trajectory=replace(row.trajectory, text=text), **late))
+    return replace(group, rows=tuple(rows))
+
+
+def found(samples: Samples, words: str = "", fate: str = "", version: int | None = None) -> list[str]:
+    rows = samples.search(words, fate, version, 0)["rows"]
+    assert isinstance(rows, list)
+    return [row["answer"] for row in rows]
+
+
+def test_words_fate_and_version_find_answers(tmp_path: Path) -> None:
+    record(tmp_path, 1, [saying(0, "the quick fox", "a slow fox", rewards=[1.0, 0.0])])
+    record(
+        tmp_path, 2, [saying(1, "quickly now", "same", rewards=[0.5, 0.5]), saying(2, "x", "late", rewards=[1.0, None])]
+    )
+    samples = Samples(tmp_path, tmp_path)
+    assert found(samples, "fox quick") == ["the quick fox"] and set(found(samples, "quick")) == {
+        "the quick fox",
+        "quickly now",
+    }
+    assert found(samples, fate="unscored") == ["late"] and set(found(samples, fate="equal rewards")) >= {"same"}
+    assert set(found(samples, version=1)) == {"the quick fox", "a slow fox"}
+    record(tmp_path, 3, [saying(3, "a new fox", "b", rewards=[1.0, 0.0])])
+    assert found(samples, "fox")[0] == "a new fox", "the index grows with the run, the newest first"
+
+
+@pytest.mark.parametrize("words", ['"', "a OR", "NEAR(", "*", "answer:x", "-", "';--", "(", "\x00", ANSWER])
+def test_any_words_can_be_searched_for(tmp_path: Path, words: str) -> None:
+    record(tmp_path, 1, [saying(0, ANSWER, "b", rewards=[1.0, 0.0])])
+    assert found(Samples(tmp_path, tmp_path), words) in ([], [ANSWER], [ANSWER, "b"])
+
+
+def test_an_answer_is_shown_with_what_became_of_it(tmp_path: Path) -> None:
+    group = saying(0, "right", "late", rewards=[1.0, None])
+    record(tmp_path, 4, [group])
+    write_advantages(tmp_path, 4, {(group.group_id, 0): 0.75})
+    model = write_model(tmp_path / "model")
+    samples = Samples(tmp_path, model)
+    shown = samples.answer(4, group.group_id, 0)
+    assert (shown["fate"], shown["reward"], shown["advantage"], shown["others"]) == (
+        "equal rewards",
+        1.0,
+        0.75,
+        [1.0, None],
+    )
+    late = samples.answer(4, group.group_id, 1)
+    assert (late["fate"], late["reward"], late["unscored"]) == ("unscored", None, ["timeout", "after 5 s"])
+    with pytest.raises(DataError, match="holds no answer"):
+        samples.answer(4, group.group_id, 9)
+
+
+def test_hostile_answers_reach_the_page_as_json(site: Site) -> None:
+    browser = site.browser()
+    browser.login(site.secret)
+    place = f"/api/runs/{site.source.key}/samples"
+    listed = browser.http.get(place, params={"words": "script"})
+    assert listed.headers["Content-Type"] == "application/json" and listed.json()["found"] > 0
+    row = listed.json()["rows"][0]
+    one = browser.http.get(f"{place}/{row['version']}/{row['group_id']}/{row['number']}").json()
+    assert one["answer"] == ANSWER
+    assert browser.http.get(f"{place}/3/../../x/0").status_code == 404
+    assert browser.http.get(f"{place}/99/0-0/0").status_code == 400
+
+
+def test_events_and_jobs_are_for_sessions_only(site: Site) -> None:
+    browser = site.browser()
+    for path in ("events", "jobs", "samples", "samples/1/0-0/0"):
+        assert browser.http.get(f"/api/runs/{site.source.key}/{path}").status_code == 401
+    browser.login(site.secret)
+    with (site.source.folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 5e9, "text": "rollout-0 died <script>"}) + "\n")
+    browser.states(site.source.key, lambda state: state["read"]["event"] == 5e9)
+    events = browser.http.get(f"/api/runs/{site.source.key}/events").json()["events"]
+    assert events[0] == {"time": 5e9, "kind": "launcher", "text": "rollout-0 died <script>"}
+    assert {"evaluation"} < {event["kind"] for event in events}
+    assert "no reward" in browser.http.get(f"/api/runs/{site.source.key}/jobs").json()["error"]

@@ -1,0 +1,106 @@
+"""Replicas that are started without a number take the smallest free one, and keep it from others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.run import replica
+from tandem.services.run.replica import free_replica_number, replica_name
+from tandem.services.trainer.evaluation import reward_addresses
+from tests.support.paths import ROOT
+from tests.support.redis_ring import new_run
+
+HOLD = """
+import sys, time
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.run.replica import free_replica_number
+with free_replica_number(Buffer(sys.argv[1], sys.argv[2]), "rollout") as number:
+    print(number, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    with closing(new_run(redis_url)) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every process asks from a host of its own, as containers do."""
+    names = iter(f"container-{n}" for n in range(100))
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+    yield "container"
+
+
+def test_each_takes_the_smallest_number_that_is_free(buffer: Buffer, hosts: str) -> None:
+    with free_replica_number(buffer, "rollout") as first:
+        with free_replica_number(buffer, "rollout") as second, free_replica_number(buffer, "reward") as scorer:
+            assert (first, second, scorer) == (0, 1, 0)
+        with free_replica_number(buffer, "rollout") as again:
+            assert again == 1, "it was given back"
+    assert [replica_name("reward", n) for n in (0, 1)] == ["reward", "reward-1"]
+    assert replica_name("rollout", 0) == "rollout-0"
+
+
+def test_a_process_that_fails_gives_its_number_back(buffer: Buffer, hosts: str) -> None:
+    with pytest.raises(RuntimeError, match="no model"), free_replica_number(buffer, "rollout") as number:
+        raise RuntimeError("no model")
+    assert number == 0 and buffer.connection.redis.get(buffer.connection.key("number:rollout-0")) is None
+
+
+def test_a_number_is_held_for_longer_than_its_lease(
+    buffer: Buffer, hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(replica, "_RENEWAL_SECONDS", 0.05)
+    with free_replica_number(buffer, "rollout"):
+        key = buffer.connection.key("number:rollout-0")
+        buffer.connection.redis.pexpire(key, 200)
+        buffer.connection.wait_for("nothing", list, 1.0)
+        assert buffer.connection.redis.exists(key)
+
+
+def test_a_process_that_was_killed_gets_its_number_back(redis_url: str, buffer: Buffer) -> None:
+    command = [sys.executable, "-c", HOLD, redis_url, buffer.run_id]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == "0\n"
+        killed.send_signal(signal.SIGKILL)
+    with start() as again:
+        assert again.communicate(timeout=60)[0] == "0\n"
+
+
+def test_a_process_whose_number_was_taken_ends(redis_url: str, buffer: Buffer) -> None:
+    command = [sys.executable, "-c", HOLD, redis_url, buffer.run_id]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        buffer.connection.redis.set(buffer.connection.key("number:rollout-0"), '{"host": "another"}')
+        assert process.wait(30) == 1
+
+
+def test_evaluation_asks_every_reward_service_that_is_alive(buffer: Buffer) -> None:
+    buffer.register_service("reward", "127.0.0.1:1")
+    buffer.register_service("reward-1", "127.0.0.1:2")
+    assert reward_addresses(buffer) == ["127.0.0.1:1", "127.0.0.1:2"]
+    buffer.connection.redis.hset(buffer.connection.key("beats"), "reward", 0)
+    assert reward_addresses(buffer) == ["127.0.0.1:2"], "the first one has been silent"
+    buffer.connection.redis.hset(buffer.connection.key("beats"), "reward-1", 0)
+    assert reward_addresses(buffer) == ["127.0.0.1:1", "127.0.0.1:2"], "they may be restarting"
