@@ -1,15 +1,16 @@
-"""Answers that a run trained on: a full-text index of its recorded batches in memory, single answers by token."""
+"""Answers of a run, trained or rejected: a full-text index of its newest batches in memory, single answers by token."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -18,15 +19,15 @@ from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError
 from tandem.protos.types import Prompt, ScoredTrajectory, Segment, TrajectoryGroup
 from tandem.trainer.batch.record import read_advantages, read_record, recorded_versions
+from tandem.trainer.batch.rejected import read_rejected
 
 MOST_BATCHES = 500
 """The newest so many batches can be searched: the index is in memory."""
 PAGE = 25
 _BUDGET_SECONDS = 0.5  # for reading batches, in each search
 _MOST_TOKENS = 20_000  # of an answer that is shown
-_COLUMNS = "version, group_id, number, reward, fate, tokens, staleness, prompt, answer"
-Fate = Literal["trained", "equal rewards", "unscored", "baseline"]
-"""What became of an answer. `equal rewards`: trained, but its group's rewards are all equal. samples.js lists them."""
+_COLUMNS = "version, group_id, number, reward, fate, tokens, staleness, dropped, prompt, answer"
+_MARKS = ", ".join("?" * len(_COLUMNS.split(", ")))
 
 
 class Samples:
@@ -46,6 +47,7 @@ class Samples:
         with self._lock:
             versions = recorded_versions(self._folder)
             self._read(versions)
+            self._read_rejected((versions[-1] if versions else 0) + 1)
             conditions, values = ["1"], list[object]()
             if words.strip(" \t\r\n\0"):
                 conditions.append("answers MATCH ?")
@@ -60,7 +62,7 @@ class Samples:
             rows = self._index.execute(f"SELECT {_COLUMNS} FROM answers WHERE {where} {order}", [*values, PAGE, offset])
             names = _COLUMNS.split(", ")
             listed = [
-                {**dict(zip(names, row, strict=True)), "prompt": _start(row[7]), "answer": _start(row[8])}
+                {**dict(zip(names, row, strict=True)), "prompt": _start(row[8]), "answer": _start(row[9])}
                 for row in rows
             ]
             return {"found": found, "rows": listed, "indexed": len(self._seen), "batches": len(versions)}
@@ -74,11 +76,26 @@ class Samples:
         ends = time.monotonic() + _BUDGET_SECONDS
         for version in reversed(newest):
             if version not in self._seen:
-                rows = [row for group in self._groups(version) for row in _rows(version, group)]
-                self._index.executemany(f"INSERT INTO answers({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+                self._add(version, ((group, "") for group in self._groups(version)))
+                self._read_rejected(version)
                 self._seen.add(version)
             if time.monotonic() > ends:
                 return
+
+    def _read_rejected(self, version: int) -> None:
+        """Indexes what was rejected for a batch, again if it was done before: the batch may still be filled."""
+        self._index.execute("DELETE FROM answers WHERE version = ? AND dropped <> ''", [version])
+        self._add(version, self._rejected(version))
+
+    def _add(self, version: int, groups: Iterable[tuple[TrajectoryGroup, str]]) -> None:
+        rows = [row for group, dropped in groups for row in _rows(version, group, dropped)]
+        self._index.executemany(f"INSERT INTO answers({_COLUMNS}) VALUES ({_MARKS})", rows)
+
+    def _rejected(self, version: int) -> Iterator[tuple[TrajectoryGroup, str]]:
+        """Each group that was rejected while this batch was filled, and why."""
+        for reason, payload in read_rejected(self._folder, version):
+            with suppress(DataError):  # a damaged file: the others can be searched
+                yield decode_group(payload), reason.replace("_", " ")
 
     def _groups(self, version: int) -> Iterator[TrajectoryGroup]:
         try:
@@ -89,8 +106,8 @@ class Samples:
 
     def answer(self, version: int, group_id: str, number: int) -> dict[str, object]:
         """One answer with its tokens. Raises DataError if there is none."""
-        payload = read_record(self._folder, version)[1].get(group_id)
-        group = decode_group(payload) if payload is not None else None
+        candidates = itertools.chain(((group, "") for group in self._groups(version)), self._rejected(version))
+        group, dropped = next((found for found in candidates if found[0].group_id == group_id), (None, ""))
         row = (
             next((row for row in group.scored_rows if row.trajectory.trajectory_id == number), None) if group else None
         )
@@ -101,7 +118,8 @@ class Samples:
             "version": version,
             "group_id": group_id,
             "number": number,
-            "fate": _fate(group, row),
+            "fate": _fate(group, row, dropped),
+            "dropped": dropped,
             "reward": row.reward,
             "breakdown": dict(row.breakdown),
             "unscored": [row.unscored_reason, row.unscored_detail] if row.unscored_reason else None,
@@ -150,7 +168,7 @@ def _match(words: str) -> str:
     return " ".join(quoted) + "*"
 
 
-def _rows(version: int, group: TrajectoryGroup) -> Iterator[tuple[object, ...]]:
+def _rows(version: int, group: TrajectoryGroup, dropped: str) -> Iterator[tuple[object, ...]]:
     prompt = _text_of(group.prompt)
     for row in group.scored_rows:
         trajectory = row.trajectory
@@ -159,14 +177,20 @@ def _rows(version: int, group: TrajectoryGroup) -> Iterator[tuple[object, ...]]:
             (span.policy_version for segment in trajectory.segments for span in segment.spans), default=version
         )
         fixed = (version, group.group_id, trajectory.trajectory_id, row.reward)
-        yield (*fixed, _fate(group, row), tokens, version - 1 - oldest, prompt, trajectory.text)
+        fate = _fate(group, row, dropped)
+        yield (*fixed, fate, tokens, version - 1 - oldest, dropped, prompt, trajectory.text)
 
 
-def _fate(group: TrajectoryGroup, row: ScoredTrajectory) -> Fate:
+def _fate(group: TrajectoryGroup, row: ScoredTrajectory, dropped: str) -> str:
+    """What became of an answer: `trained`; `equal rewards`, which is trained, too; `unscored`; `baseline`; or why its
+    whole group was dropped. samples.js lists them.
+    """
     if row.trajectory.role == "baseline":
         return "baseline"
     if row.reward is None:
         return "unscored"
+    if dropped:
+        return dropped
     rewards = {other.reward for other in group.scored_rows if other.trajectory.role == "policy"} - {None}
     return "equal rewards" if len(rewards) == 1 else "trained"
 

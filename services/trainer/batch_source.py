@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from tandem.protos.errors import ScorerError, SelectionError, TandemError, UnavailableError
+from tandem.protos.errors import LedgerError, ScorerError, SelectionError, TandemError, UnavailableError
 from tandem.protos.types import Packing, RowHeader, TrainBatch, scored_trajectories
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.metrics import baseline_rewards, oldest_version
 from tandem.trainer.batch.planning import plan_batch
+from tandem.trainer.batch.rejected import write_rejected
 from tandem.trainer.batch.selection import zero_variance
 from tandem.trainer.rank import Rank
 
@@ -43,8 +44,9 @@ def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int) 
 class BatchSource:
     """Claims scored groups in order of completion until P pass selection, and plans them as the next batch.
 
-    A rejected group is dropped at once, so its credit returns before the batch is full. Claims belong to the trainer's
-    incarnation; the next incarnation's rollback returns those of an unfinished batch.
+    A rejected group is dropped at once, so its credit returns before the batch is full; for each batch, as many of them
+    as it has groups are kept in the run folder. Claims belong to the trainer's incarnation; the next incarnation's
+    rollback returns those of an unfinished batch.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class BatchSource:
         self._consecutive_rejections = 0
         self._rejected: Counter[str] = Counter()
         self._rejected_lengths: list[int] = []
+        self._num_kept: Counter[int] = Counter()
         self.exhausted = False
         self.last_claim = time.monotonic()
 
@@ -120,9 +123,21 @@ class BatchSource:
                 rows = scored_trajectories(claim.headers).values()
                 self._rejected_lengths += [sum(segment.num_loss_tokens for segment in row) for row in rows]
         for reason, group_ids in rejected.items():
+            self._keep(version + 1, reason, group_ids)
             self._buffer.drop_claimed(self._incarnation, group_ids, reason)
         self._check_rejections()
         return True
+
+    def _keep(self, version: int, reason: str, group_ids: Sequence[str]) -> None:
+        """Writes the first rejected groups of each batch to the run folder, at most as many as are trained."""
+        kept = group_ids[: self._recipe.run.groups_per_batch - self._num_kept[version]]
+        self._num_kept[version] += len(kept)
+        try:
+            payloads = self._buffer.read(kept)
+        except LedgerError:
+            return  # another trainer has these groups now: dropping them raises FencedError
+        for group_id, payload in zip(kept, payloads, strict=True):
+            write_rejected(self._recipe.folder, version, group_id, reason, payload)
 
     def _check_drops(self) -> None:
         limit = self._recipe.run.max_consecutive_drops

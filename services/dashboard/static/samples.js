@@ -3,12 +3,16 @@
 import { el, number, percent, whole } from "./dom.js";
 import { get } from "./server.js";
 
-const FATES = ["trained", "equal rewards", "unscored", "baseline"];
+const FATES = ["trained", "equal rewards", "unscored", "baseline", "zero variance", "stale", "too few scored rows", "no scored baseline"];
 const SAID = {
   trained: "trained",
   "equal rewards": "trained, but all rewards of its group are equal",
   unscored: "not trained: not scored",
   baseline: "not trained: greedy answer to compare with",
+  "zero variance": "group dropped: all its rewards are equal",
+  stale: "group dropped: sampled by versions older than run.hard_staleness_cap allows",
+  "too few scored rows": "group dropped: too few of its answers were scored",
+  "no scored baseline": "group dropped: its greedy answer was not scored",
 };
 
 const choices = (id, label, options) =>
@@ -37,7 +41,7 @@ export class Samples {
   show(run, state, attempt) {
     this.attempt = attempt;
     this.drops(state);
-    const reading = `${run.key} ${state.read.batches}`;
+    const reading = `${run.key} ${state.read.batches || -(state.counts.dropped ?? 0)}`;
     if (reading === this.reading || this.busy) return;
     if (!this.reading?.startsWith(run.key)) {
       this.answer = null;
@@ -48,14 +52,14 @@ export class Samples {
     if (!this.offset && !this.answer) this.search(0);
   }
 
-  // Dropped groups leave nothing but their number, and the error of the first.
+  // By reason, with the first error. The search finds answers of those groups that the trainer rejected.
   drops(state) {
     const reasons = Object.entries(state.counts).filter(([name, count]) => name.startsWith("dropped:") && count);
     const text = JSON.stringify([reasons, state.drop_errors]);
     if (text === this.droppedText) return;
     this.droppedText = text;
     this.dropped.replaceChildren(...(reasons.length ? [el("details", {}, el("summary", {}, `Dropped groups: ${reasons.reduce((sum, [, count]) => sum + count, 0)}`),
-      el("p", { class: "note" }, "Answers of dropped groups are not kept. By reason, with the first error:"),
+      el("p", { class: "note" }, "Answers of groups that the trainer rejected can be searched, at most as many groups a batch as it trains. By reason, with the first error:"),
       el("ul", {}, reasons.map(([name, count]) => {
         const reason = name.slice(8);
         const error = state.drop_errors[reason];
@@ -75,7 +79,7 @@ export class Samples {
       else this.list.replaceChildren(...rows);
       this.more.hidden = this.list.children.length >= found.found;
       const partly = found.indexed < found.batches ? `; ${found.indexed} of ${found.batches} batches are indexed` : "";
-      this.note.textContent = found.batches ? `${whole(found.found)} answers${partly}` : "No batch is recorded yet: answers appear with the first.";
+      this.note.textContent = found.batches || found.found ? `${whole(found.found)} answers${partly}` : "No batch is recorded yet: answers appear with the first.";
       if (found.indexed < Math.min(found.batches, 500)) setTimeout(() => { this.reading = ""; }, 1000);
     });
     this.busy = false;
@@ -102,7 +106,8 @@ export class Samples {
     const one = this.answer;
     if (!one) return;
     const facts = [
-      ["Fate", one.fate === "trained" || one.fate === "equal rewards" ? `${SAID[one.fate]} (version ${one.version})` : SAID[one.fate]],
+      ["Fate", one.fate === "trained" || one.fate === "equal rewards" ? `${SAID[one.fate]} (version ${one.version})` : SAID[one.fate] ?? one.fate],
+      ...(one.dropped && one.dropped !== one.fate ? [["Its group", SAID[one.dropped] ?? `dropped: ${one.dropped}`]] : []),
       ["Reward", one.reward === null ? `none: ${one.unscored.filter(Boolean).join(": ")}` : number(one.reward, 5)],
       ...Object.entries(one.breakdown).map(([name, value]) => [`· ${name}`, number(value, 5)]),
       ["Advantage (mean of its tokens)", one.advantage === null ? "–" : number(one.advantage, 4)],

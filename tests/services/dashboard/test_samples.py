@@ -13,6 +13,7 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.dashboard.samples import Samples
 from tandem.trainer.batch.record import write_advantages, write_record
+from tandem.trainer.batch.rejected import rejected_folder, write_rejected
 from tests.services.dashboard.conftest import Site
 from tests.support.made_up_run import ANSWER
 from tests.support.run_inputs import write_model
@@ -79,6 +80,32 @@ def test_an_answer_is_shown_with_what_became_of_it(tmp_path: Path) -> None:
     assert (late["fate"], late["reward"], late["unscored"]) == ("unscored", None, ["timeout", "after 5 s"])
     with pytest.raises(DataError, match="holds no answer"):
         samples.answer(4, group.group_id, 9)
+
+
+def reject(folder: Path, version: int, reason: str, group: TrajectoryGroup) -> None:
+    write_rejected(folder, version, group.group_id, reason, encode_group(group))
+
+
+def test_rejected_answers_are_found_before_and_after_their_batch_is_recorded(tmp_path: Path) -> None:
+    samples = Samples(tmp_path, tmp_path)
+    reject(tmp_path, 1, "zero_variance", saying(0, "dull", "also dull", rewards=[1.0, 1.0]))
+    assert found(samples, fate="zero variance") == found(samples, fate="zero variance") == ["dull", "also dull"]
+    reject(tmp_path, 1, "too_few_scored_rows", saying(1, "late", "later", rewards=[None, None]))
+    record(tmp_path, 1, [saying(2, "a", "b", rewards=[1.0, 0.0])])
+    assert set(found(samples)) == {"dull", "also dull", "late", "later", "a", "b"}
+    assert set(found(samples, fate="unscored")) == {"late", "later"}
+    shown = samples.answer(1, "0-1", 1)
+    assert (shown["fate"], shown["dropped"], shown["unscored"]) == (
+        "unscored",
+        "too few scored rows",
+        ["timeout", "after 5 s"],
+    )
+
+
+def test_a_damaged_file_of_a_rejected_group_hides_no_other(tmp_path: Path) -> None:
+    reject(tmp_path, 1, "stale", saying(0, "old", rewards=[1.0]))
+    (rejected_folder(tmp_path, 1) / "0-7.stale").write_bytes(b"torn")
+    assert found(Samples(tmp_path, tmp_path)) == ["old"]
 
 
 def test_hostile_answers_reach_the_page_as_json(site: Site) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.protos.codec import decode_group
 from tandem.protos.errors import FencedError, LedgerError, ScorerError, SelectionError, UnavailableError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.trainer.batch_source import BatchSource, groups_of_rank, read_payloads, rejection
+from tandem.trainer.batch.rejected import read_rejected
 from tests.support.trainer_ring import different_rewards, make_recipe, make_run, put_scored
 from tests.support.training_groups import group_headers, make_group
 from tests.support.waiting import eventually
@@ -67,6 +69,8 @@ def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: 
         "rejected_response_length_mean": 0,
     }
     assert source.take_rejections() == {"rejected_groups": 0}
+    kept = [(reason, decode_group(payload).group_id) for reason, payload in read_rejected(run.recipe.folder, 1)]
+    assert kept == [("zero_variance", "0-0"), ("zero_variance", "0-1")], "as many as the batch has groups"
 
 
 def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path, redis_url: str) -> None:

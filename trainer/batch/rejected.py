@@ -1,0 +1,35 @@
+"""Groups that the trainer rejected, in `rejected/<version>` of the run folder, for those who look at the run.
+
+A file is the group's payload; its name is `<group id>.<reason>`. The version is that of the batch that was being
+filled. Nothing is trained or counted from these files: after a crash one may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.trainer.checkpoints.durable import disk_full_error
+
+REJECTED_FOLDER = "rejected"
+
+
+def rejected_folder(run_folder: Path, version: int) -> Path:
+    """The folder of the groups that were rejected while the batch of `version` was filled."""
+    return Path(run_folder) / REJECTED_FOLDER / f"{version:06d}"
+
+
+def write_rejected(run_folder: Path, version: int, group_id: str, reason: str, payload: bytes) -> None:
+    """Keeps a rejected group. Raises EnvironmentLackError if the disk is full."""
+    folder = rejected_folder(run_folder, version)
+    with disk_full_error(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{group_id}"
+        temporary.write_bytes(payload)
+        temporary.replace(folder / f"{group_id}.{reason}")
+
+
+def read_rejected(run_folder: Path, version: int) -> Iterator[tuple[str, bytes]]:
+    """The reason and the payload of each kept group, in order of their names."""
+    for file in sorted(rejected_folder(run_folder, version).glob("[0-9]*.*")):
+        yield file.name.partition(".")[2], file.read_bytes()
