@@ -1,8 +1,9 @@
 """Runs the demo under each launcher and compares the accuracies. Writes JSON.
 
-    python benchmarks/launchers.py [--seeds 3] [--launchers local ray] [--output benchmarks/records/launchers.json]
+    python benchmarks/launchers.py [--seeds 3] [--launchers local ray compose] [--output FILE] [KEY=VALUE ...]
 
-The launchers see the same data and the same first model for each seed. Two runs of one launcher and seed differ, too,
+compose needs what deploy/compose/smoke.sh needs; TANDEM_IMAGE names an image, for otherwise each run builds one. The
+launchers see the same data and the same first model for each seed. Two runs of one launcher and seed differ, too,
 because sampling and training overlap; the spread over the seeds is given with the mean. The exit code is 1 if the means
 of two launchers differ by more than twice their joint standard error.
 """
@@ -22,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHERS = ("local", "ray")
+sys.path.insert(0, str(ROOT))
+
+from tandem.services.commands.demo import RECIPE  # noqa: E402
+from tandem.services.config import dump_recipe, load_recipe  # noqa: E402
+
+LAUNCHERS = ("local", "ray", "compose")
 DEADLINE_SECONDS = 1800.0
 
 
@@ -34,7 +40,9 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     runs: dict[str, list[dict[str, Any]]] = {launcher: [] for launcher in arguments.launchers}
     for seed, launcher in itertools.product(range(arguments.seeds), arguments.launchers):
-        runs[launcher].append(_demo(launcher, seed, overrides))
+        with tempfile.TemporaryDirectory(prefix="tandem-launchers-") as scratch:
+            make = _composed if launcher == "compose" else _demo
+            runs[launcher].append(make(Path(scratch), seed, overrides, launcher))
         print(f"seed {seed}, {launcher}: {runs[launcher][-1]}", flush=True)
     accuracies = {launcher: [one["final_accuracy"] for one in found] for launcher, found in runs.items()}
     record = {
@@ -51,26 +59,45 @@ def main() -> int:
     return 1 if differ else 0
 
 
-def _demo(launcher: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """The figures of one demo."""
-    with tempfile.TemporaryDirectory(prefix="tandem-launchers-") as scratch:
-        folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "tandem.services.cli", "demo", "--launcher", launcher, "--seed", str(seed)]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "TANDEM_REDIS_URL")
-        }
-        with open(Path(scratch) / "out", "w") as out:
-            done = subprocess.run(
-                [*command, f"run.folder={folder}", *overrides],
-                cwd=ROOT,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=DEADLINE_SECONDS,
-            )
-        if done.returncode:
-            raise SystemExit((Path(scratch) / "out").read_text()[-3000:])
-        summary = json.loads((folder / "summary.json").read_text())
+def _demo(scratch: Path, seed: int, overrides: list[str], launcher: str) -> dict[str, Any]:
+    """Runs the demo and returns its figures. `scratch` then has its run in `run`."""
+    command = [sys.executable, "-m", "tandem.services.cli", "demo", "--launcher", launcher, "--seed", str(seed)]
+    _run([*command, f"run.folder={scratch}/run", *overrides])
+    return _figures(scratch / "run")
+
+
+def _composed(scratch: Path, seed: int, overrides: list[str], _launcher: str) -> dict[str, Any]:
+    """Runs the demo's recipe under compose, on data and a model that a demo of one batch made before."""
+    _demo(scratch, seed, [*overrides, "run.total_batches=1"], "local")
+    workspace = scratch / "workspace"
+    workspace.mkdir()
+    for name in ("data", "model"):
+        (scratch / "run" / name).rename(workspace / name)
+    places = ["run.folder=run", "model.path=model", "data.train_file=data/train.parquet"]
+    recipe = load_recipe(RECIPE, [*places, "data.eval_file=data/eval.parquet", f"run.seed={seed}", *overrides])
+    (workspace / "recipe.json").write_text(dump_recipe(recipe))
+    _run([str(ROOT / "benchmarks" / "compose_run.sh"), str(workspace)])
+    return _figures(workspace / "run")
+
+
+def _run(command: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "TANDEM_REDIS_URL")}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+
+
+def _figures(run: Path) -> dict[str, Any]:
+    summary = json.loads((run / "summary.json").read_text())
     return {name: summary[name] for name in ("initial_accuracy", "final_accuracy", "train_steps", "mean_staleness")}
 
 

@@ -1,12 +1,12 @@
 """Measures what TLS, and Prometheus' requests, cost a run: trained groups per second, and writes JSON.
 
-    python benchmarks/secure_run.py [--batches 60] [--repeats 5] [--output benchmarks/records/secure_run.json]
+    python benchmarks/secure_run.py [--batches 300] [--repeats 5] [--output benchmarks/records/secure_run.json]
 
 The same small recipe runs in turns as it is (`plain`), with `run.certificates` (`tls`), and with `run.metrics_port` and
 a request to every service each second (`metrics`), which is five times as often as deploy/prometheus/prometheus.yml
-asks. The services of a run always need tokens, so their cost is in all of them. A turn's ratio to the plain run beside
-it counts; the median over the turns is reported, with the smallest and the largest. The exit code is 1 if a median is
-below 0.98.
+asks; the requests come from the same processors. The services of a run always need tokens, so their cost is in all of
+them. A turn's ratio to the plain run beside it counts; the median over the turns is reported, with the smallest and the
+largest. The exit code is 1 if the median of `tls` is below 0.98.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def groups_per_second(variant: str, batches: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "secure_run.json")
     arguments = parser.parse_args()
@@ -125,13 +125,12 @@ def main() -> int:
         },
     }
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    missed = [name for name, found in ratios.items() if statistics.median(found) < LEAST_RATIO]
     for name, found in ratios.items():
         print(f"{name}: {statistics.median(found):.3f} of plain, from {min(found):.3f} to {max(found):.3f}")
-    print(
-        "\n".join([f"written to {arguments.output}", *(f"NOT MET: {name} is below {LEAST_RATIO}" for name in missed)])
-    )
-    return 1 if missed else 0
+    print(f"written to {arguments.output}")
+    if missed := statistics.median(ratios["tls"]) < LEAST_RATIO:
+        print(f"NOT MET: tls is below {LEAST_RATIO}")
+    return int(missed)
 
 
 if __name__ == "__main__":

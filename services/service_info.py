@@ -6,8 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+
+import psutil
 
 from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
@@ -27,6 +30,16 @@ def software_version() -> str:
         return version("tandem-rl")
     except PackageNotFoundError:
         return "source"
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all that it started, since it began. What a killed child had used may be lost."""
+    process = psutil.Process()
+    seconds = sum(process.cpu_times()[:4])  # user and system time, its own and of children that ended
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(child.cpu_times()[:4])
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +68,13 @@ class ServiceInfo:
             policy_version=self.policy_version(),
             incarnation=counts.get("incarnation", 0) if self.incarnation is None else self.incarnation(),
             run_id="" if self.buffer is None else self.buffer.run_id,
-            figures={**counts, **self.figures()},
+            figures={**counts, **self.totals()},
             activity=self.activity(),
         )
+
+    def totals(self) -> dict[str, float]:
+        """The service's own figures, and its CPU time."""
+        return {**self.figures(), "cpu_seconds": cpu_seconds()}
 
 
 class Heartbeat(Repeated):
@@ -82,7 +99,7 @@ class Heartbeat(Repeated):
     def send(self) -> None:
         """Reports now. Raises UnavailableError if Redis is unreachable."""
         with self._lock:  # reads and writes under one lock, so that older figures never replace newer ones
-            told = self._buffer.heartbeat(self._info.name, self._info.figures(), self._info.activity())
+            told = self._buffer.heartbeat(self._info.name, self._info.totals(), self._info.activity())
         self.told_to_leave = told == "left"
         if not told:
             self._may_end_at = 0.0

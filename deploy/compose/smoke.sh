@@ -10,67 +10,9 @@
 #   EXTRAS=train,dashboard                  what the image has; the default samples with transformers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. deploy/image/engine.sh
-say() { printf 'smoke: %4d s: %s\n' "$SECONDS" "$*"; }
-die() { say "$*" >&2; exit 1; }
-
-if [ -z "${COMPOSE:-}" ]; then
-    COMPOSE="docker compose"
-    if [ "$ENGINE" = podman ]; then
-        COMPOSE=$(PATH=$PWD/.venv/bin:$PATH command -v podman-compose) || die "podman-compose is not installed"
-    fi
-fi
-
-export TANDEM_RECIPE=recipe.toml TANDEM_USER=1000:1000
-scratch=$(mktemp -d)
-export TANDEM_WORKSPACE=$scratch/workspace COMPOSE_PROFILES=cpu COMPOSE_PROJECT_NAME=tandem-smoke-$$
-export DASHBOARD_PORT=${DASHBOARD_PORT:-18479}
-if [ "$ENGINE" = podman ]; then
-    # runc, for Debian's crun may be absent; limits that are not above those of the host's root.
-    printf '[engine]\nruntime="runc"\n[containers]\ndefault_ulimits=["nofile=4096:4096","nproc=4000:4000"]\n' \
-        >"$scratch/containers.conf"
-    export CONTAINERS_CONF=${CONTAINERS_CONF:-$scratch/containers.conf}
-fi
-if [ -z "${TANDEM_IMAGE:-}" ]; then
-    export TANDEM_IMAGE=localhost/tandem:smoke
-    if [ "$ENGINE" = podman ] && [ -z "${BASE_IMAGE:-}" ]; then
-        export BASE_IMAGE=localhost/tandem-debian
-        deploy/image/debian_base.sh "$BASE_IMAGE"
-    fi
-    EXTRAS=${EXTRAS:-train,dashboard} deploy/image/build.sh "$TANDEM_IMAGE" >"$scratch/build.log" 2>&1 ||
-        { tail -n 20 "$scratch/build.log" >&2; die "the image cannot be built"; }
-    say "the image is built"
-fi
-
-compose() { $COMPOSE -f deploy/compose/compose.yaml "$@"; }
-# The ids of the containers of a service, or of all.
-containers() {
-    "$ENGINE" ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
-        ${1:+--filter "label=com.docker.compose.service=$1"}
-}
+. deploy/compose/project.sh
 metrics=$TANDEM_WORKSPACE/runs/smoke/metrics.jsonl
 steps() { if [ -e "$metrics" ]; then wc -l <"$metrics"; else echo 0; fi; }
-
-clean() {
-    local code=$?
-    if [ $code -ne 0 ]; then compose logs --tail 30 2>&1 | tail -n 150 || true; fi
-    containers | xargs --no-run-if-empty "$ENGINE" rm --force --time 10 >"$scratch/rm.log" 2>&1  # also what was scaled
-    compose down --volumes --timeout 20 >"$scratch/down.log" 2>&1 || cat "$scratch/down.log"
-    rm -rf "$scratch"
-    exit $code
-}
-trap clean EXIT
-
-# Waits until the rest of the line succeeds, at most this many seconds.
-within() {
-    local deadline=$((SECONDS + $1)) what=$2
-    shift 2
-    until "$@"; do
-        [ $SECONDS -lt $deadline ] || die "not within the time: $what"
-        sleep 1
-    done
-    say "$what"
-}
 
 # A task and a tiny model, made by the image itself.
 mkdir -p "$TANDEM_WORKSPACE"
@@ -97,11 +39,10 @@ if [ $code -ne 2 ] || ! grep -q "nccl needs a GPU" "$scratch/refused.log"; then
 fi
 say "a recipe for GPUs is refused"
 
-up() { compose up -d "$@" >"$scratch/up.log" 2>&1 || { cat "$scratch/up.log" >&2; die "compose up failed"; }; }
 trained() { [ "$(steps)" -ge "$1" ]; }
 acknowledged() { tail -n 1 "$metrics" | grep -qE "\"samplers_acknowledged\":$1[,}]"; }
 
-compose --profile init run --rm init >"$scratch/init.log" 2>&1 || { cat "$scratch/init.log" >&2; die "init failed"; }
+init
 up
 within 240 "5 optimizer steps" trained 5
 

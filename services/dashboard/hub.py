@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from anyio import to_thread
 
 from tandem.services.dashboard.run_source import RunSource
-
-log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 
@@ -22,25 +20,29 @@ class Watch:
     def __init__(self, source: RunSource) -> None:
         self.source = source
         self._state = ""
+        self._looks = 0
         self._changed = asyncio.Condition()
         self._soon = asyncio.Event()
         self._viewers = 0
         self._looking: asyncio.Task[None] | None = None
 
     async def states(self) -> AsyncIterator[str]:
-        """The run's state as JSON: at once, then after each look."""
+        """The run's state as JSON: at once, then after each look. Raises what a look raised."""
         self._viewers += 1
         if self._looking is None or self._looking.done():
-            self._state = ""
+            self._looks = 0
             self._looking = asyncio.create_task(self._look())
+        looking, seen = self._looking, 0
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._state)
-                    state = self._state
+                    while self._looks == seen and not looking.done():
+                        await self._changed.wait()
+                    if looking.done():
+                        looking.result()
+                        return
+                    state, seen = self._state, self._looks
                 yield state
-                async with self._changed:
-                    await self._changed.wait()
         finally:
             self._viewers -= 1
 
@@ -49,17 +51,15 @@ class Watch:
         self._soon.set()
 
     async def _look(self) -> None:
-        while self._viewers:
-            self._soon.clear()
-            try:
+        try:
+            while self._viewers:
+                self._soon.clear()
                 state = json.dumps(await to_thread.run_sync(self.source.look), allow_nan=False)
-            except Exception:  # the others go on; a bug in a look belongs in the log
-                log.exception("%s cannot be shown", self.source.folder)
-                state = self._state
+                async with self._changed:
+                    self._state, self._looks = state, self._looks + 1
+                    self._changed.notify_all()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._soon.wait(), _LOOK_SECONDS)
+        finally:
             async with self._changed:
-                self._state = state
                 self._changed.notify_all()
-            try:
-                await asyncio.wait_for(self._soon.wait(), _LOOK_SECONDS)
-            except TimeoutError:
-                continue

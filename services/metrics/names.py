@@ -95,6 +95,7 @@ def _gauge(source: str, name: str, figure: str, text: str, label: Label | None =
 METRICS: tuple[Metric, ...] = (
     # Every service.
     _gauge("service", "start_time_seconds", "started_at", "Unix time at which the process started."),
+    _counter("service", "cpu_seconds", "cpu_seconds", "CPU time of the service and of all processes that it started."),
     _gauge("service", "policy_version", "policy_version", "Policy version of the weights that the service holds."),
     # Leases: samplers and the reward service.
     _counter("rollout reward", "groups_ended", "groups_*", "Groups whose lease ended.", Label("outcome", _OUTCOMES)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ class Measured:
     groups: tuple[GroupSize, ...]
     num_batches: int
     steps_per_minute: float
+    processors: float
+    """Of the trainer's machine; infinite if the run did not record them."""
 
 
 def measure(folder: Path) -> Measured:
@@ -57,10 +60,14 @@ def measure(folder: Path) -> Measured:
     sizes = [_sizes(folder, batch.step) for batch in batches]
     groups = tuple(size for batch in sizes for size in batch)
     setting = setting_of(recipe)
-    rates = _trainer_rates(batches, steady[1:], sizes, setting)
+    rates = _trainer_rates(batches, steady[1:], sizes, setting, recipe.trainer.num_ranks)
     rates = _sampler_rates(rates, setting, batches, groups)
     seconds = sum(batch.seconds for batch in batches)
-    return Measured(recipe, rates, groups, len(batches), 60.0 * len(batches) / seconds)
+    processors = steady[-1].get("processors")
+    return Measured(
+        *(recipe, rates, groups, len(batches), 60.0 * len(batches) / seconds),
+        processors=float(processors) if isinstance(processors, int | float) else math.inf,
+    )
 
 
 def setting_of(recipe: Recipe) -> Setting:
@@ -92,6 +99,7 @@ def _trainer_rates(
     lines: Sequence[Mapping[str, object]],
     sizes: Sequence[Sequence[GroupSize]],
     setting: Setting,
+    num_ranks: int,
 ) -> Rates:
     """The rates of trainer and reward service, without those of the samplers."""
 
@@ -125,6 +133,11 @@ def _trainer_rates(
         evaluation_seconds=after_due(evaluations, setting.evaluate_every),
         output_seconds=max(0.0, after_due(outputs, setting.output_every) - float(np.median(outputs))),
         rejected_fraction=rejected / (num_groups + rejected),
+        trainer_processors=num_ranks
+        * _ratio([one.trainer_cpu_seconds for one in batches], [one.work_seconds for one in batches]),
+        sampler_processors=_ratio(
+            [one.serving_cpu_seconds for one in batches], [one.sampler_busy_seconds for one in batches]
+        ),
     )
 
 
@@ -142,6 +155,10 @@ def _sampler_rates(rates: Rates, setting: Setting, batches: Sequence[Batch], gro
         per_step, per_token = _fitted_plane(steps, tokens, busy)
         rates = replace(rates, step_seconds=per_step, row_seconds=per_token)
     return rates
+
+
+def _ratio(seconds: Sequence[float], of: Sequence[float]) -> float:
+    return sum(seconds) / max(1e-9, sum(of))
 
 
 def _fitted_line(x: Floats, y: Floats) -> tuple[float, float]:

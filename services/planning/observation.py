@@ -33,6 +33,10 @@ class Batch:
     sampler_idle_seconds: float
     scorer_busy_seconds: float
     staleness: float
+    trainer_cpu_seconds: float = 0.0
+    """CPU time of rank 0."""
+    serving_cpu_seconds: float = 0.0
+    """CPU time of samplers and reward services."""
 
     @property
     def work_seconds(self) -> float:
@@ -118,5 +122,7 @@ def _batch(before: Mapping[str, object], line: Mapping[str, object], evaluate_ev
         sampler_busy_seconds=grown("sampler_busy_seconds"),
         sampler_idle_seconds=grown("sampler_idle_seconds"),
         scorer_busy_seconds=grown("scorer_busy_seconds"),
+        trainer_cpu_seconds=grown("trainer_cpu_seconds"),
+        serving_cpu_seconds=grown("sampler_cpu_seconds") + grown("scorer_cpu_seconds"),
         staleness=figure("staleness_mean"),
     )

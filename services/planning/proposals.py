@@ -17,8 +17,8 @@ WIDTH_EFFICIENCY = 0.7
 """Assumed: a sampler on twice as many GPUs makes steps 2 · 0.7 times as fast."""
 ASSUMPTIONS = (
     f"Assumed: twice the trainer ranks train {2 * RANKS_EFFICIENCY:g} times as fast, a sampler on twice the GPUs steps "
-    f"{2 * WIDTH_EFFICIENCY:g} times as fast, samplers do not slow each other down, and the answers are as long as in "
-    "the measured run."
+    f"{2 * WIDTH_EFFICIENCY:g} times as fast, every service has processors of its own, and the answers are as long as "
+    "in the measured run."
 )
 _MOST_WIDTH = 8
 _GRID = 1.3  # between the numbers of samplers that are tried first
@@ -42,9 +42,14 @@ class Candidate:
 
 
 def predict(measured: Measured, recipe: Recipe, *, num_batches: int = _BATCHES) -> Prediction:
-    """What the recipe's ring would do with the rates of the measured run."""
+    """What the recipe's ring would do with the rates and on the machine of the measured run."""
+    return _predicted(measured, recipe, measured.processors, num_batches)
+
+
+def _predicted(measured: Measured, recipe: Recipe, processors: float, num_batches: int = _BATCHES) -> Prediction:
     groups = resized(measured.groups, recipe.rollout.samples_per_prompt, recipe.rollout.max_response_tokens)
-    return simulate(setting_of(recipe), _scaled(measured, recipe), groups, num_batches=num_batches)
+    setting = replace(setting_of(recipe), processors=processors)
+    return simulate(setting, _scaled(measured, recipe), groups, num_batches=num_batches)
 
 
 def candidates(measured: Measured, recipe: Recipe, gpus: int) -> list[Candidate]:
@@ -64,7 +69,7 @@ def candidates(measured: Measured, recipe: Recipe, gpus: int) -> list[Candidate]
         left = gpus - samplers * width
         if samplers > 0 and left > 0 and (samplers, width) not in simulated:
             split = min(left, most_ranks), samplers, width
-            prediction = predict(measured, with_split(recipe, *split), num_batches=_BATCHES)
+            prediction = _predicted(measured, with_split(recipe, *split), math.inf)  # GPUs of several machines
             simulated[samplers, width] = Candidate(*split, prediction)
 
     width = narrowest
@@ -128,6 +133,7 @@ def _scaled(measured: Measured, recipe: Recipe) -> Rates:
         row_seconds=width * rates.row_seconds,
         batch_seconds=trainer * rates.batch_seconds,
         token_seconds=trainer * rates.token_seconds,
+        trainer_processors=rates.trainer_processors * recipe.trainer.num_ranks / before.trainer.num_ranks,
     )
 
 

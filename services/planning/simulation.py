@@ -1,12 +1,13 @@
 """A discrete-event simulation of a run's ring: credits, samplers, reward services, trainer, updates and pauses.
 
-It is what `tandem plan` compares settings with. Samplers and the trainer share nothing but the groups that travel
-between them, so processors that both use are not modelled.
+It is what `tandem plan` compares settings with. Samplers and the trainer share the groups that travel between them and,
+on one machine, its processors: while they want more of them than there are, all of them work more slowly.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,10 @@ class Rates:
     """A checkpoint or an export."""
     rejected_fraction: float = 0.0
     """Share of the scored groups that selection drops."""
+    trainer_processors: float = 0.0
+    """Processors that the trainer keeps busy while it works."""
+    sampler_processors: float = 0.0
+    """Processors that a sampler and the reward service keep busy while it samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Setting:
     scorers: int = 1
     evaluate_every: int = 0
     output_every: int = 0
+    processors: float = math.inf
+    """Of the machine on which all of them run; infinite if they run on several."""
 
     @property
     def credits(self) -> int:
@@ -106,6 +113,16 @@ class _Sampler:
     """Number of its newest event in the calendar; earlier ones are void."""
 
 
+@dataclass(slots=True)
+class _Training:
+    """The batch that is being trained: at full speed it takes `left` more seconds from `since` on."""
+
+    left: float
+    since: float
+    ends: Callable[[], None]
+    event: int = 0
+
+
 class Ring:
     """One simulated run. The same seed and arguments give the same batches."""
 
@@ -128,6 +145,8 @@ class Ring:
         self._scored: deque[int] = deque()
         self._version = 0
         self._trainer_busy = False
+        self._training: _Training | None = None
+        self._speed = 1.0
         self._idle_since = 0.0
         self._busy_seconds = self._steps = self._tokens = 0.0
         self._last = SimulatedBatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -171,6 +190,7 @@ class Ring:
                     for length in lengths:
                         heapq.heappush(sampler.ends, (sampler.steps + length, group))
                 self._schedule(sampler)
+        self._share_processors()
 
     def _step_time(self, sampler: _Sampler) -> float:
         return max(1e-9, self._rates.step_seconds + self._rates.row_seconds * len(sampler.ends))
@@ -181,7 +201,7 @@ class Ring:
         if elapsed <= 0.0:
             return
         if sampler.ends:
-            steps = elapsed / self._step_time(sampler)
+            steps = self._speed * elapsed / self._step_time(sampler)
             sampler.steps += steps
             self._busy_seconds += elapsed
             self._steps += steps
@@ -193,7 +213,7 @@ class Ring:
         if not sampler.ends:
             sampler.event = 0
             return
-        left = max(0.0, sampler.ends[0][0] - sampler.steps) * self._step_time(sampler)
+        left = max(0.0, sampler.ends[0][0] - sampler.steps) * self._step_time(sampler) / self._speed
         seconds = max(0.0, sampler.since - self._now) + left
         number = self._events + 1
         sampler.event = self._after(seconds, lambda: self._row_ends(sampler, number))
@@ -212,6 +232,38 @@ class Ring:
                 self._after(HOP_SECONDS, lambda group=group: self._generated(group))  # type: ignore[misc]
         self._schedule(sampler)
         self._claim_prompts()
+
+    # ---- processors ----
+
+    def _share_processors(self) -> None:
+        """Slows everybody down, or lets them go on, when the processors that they want exceed those that there are."""
+        sampling = sum(bool(sampler.ends) for sampler in self._samplers)
+        wanted = sampling * self._rates.sampler_processors + bool(self._training) * self._rates.trainer_processors
+        speed = min(1.0, self._setting.processors / wanted) if wanted else 1.0
+        if speed == self._speed:
+            return
+        for sampler in self._samplers:
+            self._advance(sampler)
+        if self._training:
+            self._training.left -= self._speed * (self._now - self._training.since)
+            self._training.since = self._now
+        self._speed = speed
+        for sampler in self._samplers:
+            self._schedule(sampler)
+        self._schedule_training()
+
+    def _schedule_training(self) -> None:
+        training = self._training
+        if training:
+            number = self._events + 1
+            seconds = max(0.0, training.left) / self._speed
+            training.event = self._after(seconds, lambda: self._training_ends(training, number))
+
+    def _training_ends(self, training: _Training, event: int) -> None:
+        if event == training.event:
+            self._training = None
+            self._share_processors()
+            training.ends()
 
     # ---- reward services ----
 
@@ -253,7 +305,9 @@ class Ring:
         seconds = rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
         if every and self._version and self._version % every == 0:
             seconds += rates.evaluation_seconds
-        self._after(seconds, lambda: self._publish(tuple(batch), idle, staleness))
+        self._training = _Training(seconds, self._now, lambda: self._publish(tuple(batch), idle, staleness))
+        self._schedule_training()
+        self._share_processors()
 
     def _publish(self, batch: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
         self._version += 1

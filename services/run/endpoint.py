@@ -24,7 +24,7 @@ from tandem.services.metrics.tracing import flush_spans
 from tandem.services.rpc.certificates import channel_credentials, http_context, server_credentials
 from tandem.services.rpc.server import Security, ServerOptions, ServerThread, check_exposure
 from tandem.services.rpc.tokens import Tokens
-from tandem.services.service_info import Heartbeat, ServiceInfo
+from tandem.services.service_info import Heartbeat, ServiceInfo, cpu_seconds
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ def reported(info: ServiceInfo) -> Sources:
 
     def of_every_service() -> Figures:
         version = info.policy_version()  # -1: it has no weights
-        return {"started_at": info.started_at, **({"policy_version": version} if version >= 0 else {})}
+        own = {"started_at": info.started_at, "cpu_seconds": cpu_seconds()}
+        return own | ({"policy_version": version} if version >= 0 else {})
 
     return {"service": of_every_service, service: info.figures}
 

@@ -28,8 +28,9 @@ SAMPLER_FIGURES = {
     "sampled_tokens": "sampler_tokens",
     "busy_seconds": "sampler_busy_seconds",
     "idle_seconds": "sampler_idle_seconds",
+    "cpu_seconds": "sampler_cpu_seconds",
 }
-SCORER_FIGURES = {"groups_busy_seconds": "scorer_busy_seconds"}
+SCORER_FIGURES = {"groups_busy_seconds": "scorer_busy_seconds", "cpu_seconds": "scorer_cpu_seconds"}
 
 
 class MetricsLog:

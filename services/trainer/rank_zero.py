@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from tandem.services.run.metrics import (
     payload_figures,
     write_summary,
 )
-from tandem.services.service_info import ServiceInfo
+from tandem.services.service_info import ServiceInfo, cpu_seconds
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
@@ -144,6 +145,8 @@ class RankZero:
             **self._source.take_rejections(),
             **seconds,
             "trainer_idle_seconds": seconds.get("seconds_claim", 0.0),
+            "trainer_cpu_seconds": cpu_seconds(),
+            "processors": len(os.sched_getaffinity(0)),
             **self._samplers.update(samplers),
             **self._scorers.update(scorers),
         }

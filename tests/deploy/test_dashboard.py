@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from tandem.protos.codec import encode_group
 from tandem.services.dashboard.run_source import RunSource
 from tandem.services.rpc.tokens import Role, run_token
+from tandem.trainer.batch.rejected import write_rejected
 from tests.support.dashboard import serving
-from tests.support.made_up_run import ANSWER, make_run
+from tests.support.made_up_run import ANSWER, answered, make_run
 from tests.support.paths import ROOT
 from tests.support.programs import needed
 from tests.support.redis_ring import new_run
+from tests.support.training_groups import make_group
 from tests.support.waiting import eventually
 from tests.support.whole_run import WholeRun, kill_tree
 
@@ -143,8 +146,11 @@ def test_a_live_run_is_shown_and_a_click_adds_a_sampler(run: WholeRun, server: S
         expect(page.locator("tr", has_text="rollout-1").locator(".state")).to_have_text("running")
         expect(page.locator("tr", has_text="rollout-1")).to_contain_text("live")
         expect(page.locator("#replicas")).to_have_text("2")
-        page.click("#fewer")
+        page.get_by_label("Drain rollout-1").click()
+        expect(page.locator("#confirm-text")).to_have_text("Let rollout-1 finish its groups and leave?")
+        page.click("#confirm [value=yes]")
         expect(page.locator("tr", has_text="rollout-1")).to_have_count(0)
+        expect(page.locator("#replicas")).to_have_text("1")
 
         page.click("#pause")
         expect(page.locator("tr", has_text="rollout-0").locator(".state")).to_have_text("paused")
@@ -212,9 +218,26 @@ def test_a_phone_and_the_keyboard_reach_everything_in_the_dark(run: WholeRun, se
 
 
 @pytest.mark.timeout(200)
+def test_a_click_stops_the_run_once_it_is_confirmed(run: WholeRun, server: Server) -> None:
+    with browsing(_DESKTOP) as visit:
+        page = visit.page
+        visit.log_in(server.address, token(run, "operate"))
+        page.click("#stop")
+        page.click("#confirm [value=no]")
+        assert page.locator("#stop").is_enabled()
+        page.click("#stop")
+        page.click("#confirm [value=yes]")
+        expect(page.locator("text=Nothing runs: there are no services to show.")).to_be_visible()
+        expect(page.locator("#tiles")).to_contain_text("not running")
+        assert visit.complaints == []
+
+
+@pytest.mark.timeout(200)
 def test_what_answers_and_events_hold_is_text(tmp_path: Path, redis_url: str) -> None:
     folders = [make_run(tmp_path / name, name, redis_url=redis_url) for name in ("hostile", "other")]
     for folder in folders:
+        dull = answered(make_group(90, num_samples=1, rewards=[0.5]), ANSWER)
+        write_rejected(folder, 1, dull.group_id, "zero_variance", encode_group(dull))
         (folder / "events.jsonl").write_text(json.dumps({"time": 1.0, "text": f"died: {ANSWER}"}) + "\n")
     with ExitStack() as stack:
         buffers = [stack.enter_context(closing(new_run(redis_url, run_id=folder.name))) for folder in folders]
@@ -235,6 +258,10 @@ def test_what_answers_and_events_hold_is_text(tmp_path: Path, redis_url: str) ->
         page.locator(".samples button").first.click()
         page.select_option("#colour", "none")
         expect(page.locator("pre.answer")).to_contain_text("<script>alert('answer')</script>")
+        page.fill("#words", "")
+        page.select_option("#fate", "zero variance")
+        page.locator(".samples button").click()
+        expect(page.locator("article")).to_contain_text("group dropped: all its rewards are equal")
         page.click("#tab-Events")
         expect(page.locator("td", has_text="died: <script>")).to_be_visible()
         page.click("#compare summary")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from tandem.services.commands.certs import write_certificates
 from tandem.services.metrics.names import METRICS
 from tandem.services.process import dying_with_parent
 from tests.support.paths import ROOT
@@ -25,6 +27,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 FIRST_PORT, OWN_PORT = 21900, 21950
 SERVICES = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10}
+PLAIN, COMPOSE = FOLDER / "prometheus.yml", ROOT / "deploy" / "compose" / "prometheus.yml"
 OURS = re.compile(r"\btandem_\w+")
 
 
@@ -59,7 +62,9 @@ def test_the_dashboard_is_provisioned() -> None:
 
 def test_every_alert_fires_on_its_fault_and_none_on_a_healthy_run() -> None:
     (promtool,) = needed("promtool")
-    for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+    checks = (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"])
+    configurations = [["check", "config", "--syntax-only", str(file)] for file in (PLAIN, COMPOSE)]
+    for arguments in (*checks, *configurations):
         done = subprocess.run([promtool, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -70,10 +75,10 @@ def test_every_alert_is_in_the_document() -> None:
 
 
 @contextmanager
-def running_prometheus(folder: Path, token: Path) -> Iterator[httpx.Client]:
-    """The shipped configuration, but with addresses of this machine and a short interval."""
+def running_prometheus(folder: Path, token: Path, certificates: Path) -> Iterator[httpx.Client]:
+    """The configuration of compose, but with addresses of this machine and a short interval."""
     (prometheus,) = needed("prometheus")
-    values = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    values = yaml.safe_load(COMPOSE.read_text().replace("/run/tandem/certs", str(certificates)))
     (job,) = values["scrape_configs"]
     del job["dns_sd_configs"]
     job["static_configs"] = [{"targets": [f"127.0.0.1:{FIRST_PORT + offset}" for offset in SERVICES.values()]}]
@@ -111,21 +116,30 @@ def is_scraped(client: httpx.Client) -> bool:
     return bool(found) and float(found[0]["value"][1]) >= 2
 
 
+def _client(certificates: Path) -> ssl.SSLContext:
+    """What a client with the deployment's certificate trusts and shows."""
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    context.load_cert_chain(certificates / "client.crt", certificates / "client.key")
+    return context
+
+
 @pytest.mark.system
 @pytest.mark.timeout(300)
 def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path: Path) -> None:
     needed("prometheus")
-    run = WholeRun(
-        tmp_path, run={"total_batches": 1000, "metrics_port": FIRST_PORT}, rollout={"engine": "transformers"}
-    )
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, [], 30)
+    options = {"total_batches": 1000, "metrics_port": FIRST_PORT, "certificates": str(certificates)}
+    run = WholeRun(tmp_path, run=options, rollout={"engine": "transformers"})
     supervisor = run.start("run", str(run.recipe))
     try:
         run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
         for offset in SERVICES.values():
-            assert httpx.get(f"http://127.0.0.1:{FIRST_PORT + offset}/metrics").status_code == 401
+            page = f"https://127.0.0.1:{FIRST_PORT + offset}/metrics"
+            assert httpx.get(page, verify=_client(certificates)).status_code == 401
         token = tmp_path / "token"
         token.write_text(run.tandem("token", str(run.folder), "--role", "read").stdout)
-        with running_prometheus(tmp_path, token) as client:
+        with running_prometheus(tmp_path, token, certificates) as client:
             run.wait_for(lambda: is_scraped(client), supervisor)
             services = asked(client, "/query", query="count by (service, run) (tandem_start_time_seconds)")["result"]
             assert {one["metric"]["service"] for one in services} == SERVICES.keys()

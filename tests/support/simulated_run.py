@@ -19,13 +19,14 @@ def write_simulated_run(recipe: Recipe, rates: Rates, groups: list[GroupSize], n
     recipe.folder.mkdir(parents=True)
     (recipe.folder / "config.json").write_text(dump_recipe(recipe))
     setting = setting_of(recipe)
-    lines, now, busy = [], 1000.0, 0.0
+    lines, now, busy, trained = [], 1000.0, 0.0, 0.0
     for step, batch in enumerate(Ring(setting, rates, groups).run(num_batches), 1):
         sizes = [groups[number % len(groups)] for number in batch.groups]
         _write_plan(recipe, step, sizes, first=batch.groups[0])
         now += batch.seconds
         busy += batch.sampler_busy_seconds
         tokens = sum(size.trained_tokens for size in sizes)
+        trained += rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
         evaluated = setting.evaluate_every and step > 1 and (step - 1) % setting.evaluate_every == 0
         lines.append(
             {
@@ -42,6 +43,10 @@ def write_simulated_run(recipe: Recipe, rates: Rates, groups: list[GroupSize], n
                 "sampler_idle_seconds": setting.samplers * (now - 1000.0) - busy,
                 "scorer_busy_seconds": rates.score_seconds * len(sizes) * step,
                 "weight_stall_seconds": rates.stall_seconds,
+                "trainer_cpu_seconds": rates.trainer_processors * trained,
+                "sampler_cpu_seconds": 0.75 * rates.sampler_processors * busy,
+                "scorer_cpu_seconds": 0.25 * rates.sampler_processors * busy,
+                "processors": 2,
                 "staleness_mean": batch.staleness,
                 "rejected_groups": 0,
             }

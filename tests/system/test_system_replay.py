@@ -69,7 +69,7 @@ def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replay
     check_replay(run)
 
 
-@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("backend", ["deepspeed", pytest.param("fsdp", marks=pytest.mark.deploy)])
 def test_two_ranks_that_shard_train_and_replay(tmp_path: Path, backend: str) -> None:
     trainer = {"num_ranks": 2, "backend": backend}
     run = WholeRun(tmp_path, trainer=trainer, **SHORT)

@@ -236,7 +236,7 @@ def test_the_table_shows_measured_and_missing_figures(
         assert f"tandem replay {folder} " in said
 
 
-@pytest.mark.system
+@pytest.mark.deploy
 @pytest.mark.timeout(400)
 def test_without_vllm_the_demo_samples_with_transformers_and_reports_it(tmp_path: Path) -> None:
     """vLLM is hidden from the demo's process and its children."""

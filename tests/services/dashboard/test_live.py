@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +57,22 @@ def test_viewers_share_what_is_read(site: Site, monkeypatch) -> None:  # type: i
     with ThreadPoolExecutor(len(browsers)) as threads:
         seen = list(threads.map(watch, browsers))
     assert max(seen) <= len(looks) <= 5, "six viewers cause no more looks than one"
+
+
+def test_the_stream_ends_when_a_look_fails(site: Site, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    look, fails = RunSource.look, [False, True]
+
+    def failing(source: RunSource) -> dict[str, object]:
+        if fails and fails.pop(0):
+            raise OSError("the disk is gone")
+        return look(source)
+
+    monkeypatch.setattr(RunSource, "look", failing)
+    browser = site.browser()
+    browser.login(site.secret)
+    with pytest.raises((AssertionError, httpx.RemoteProtocolError), match=r"ended|incomplete"):
+        browser.states(site.source.key, lambda state: False)
+    assert browser.states(site.source.key, lambda state: True)[-1]["phase"] == "running"
 
 
 def test_the_charts_and_their_data_have_the_same_lines(site: Site) -> None:

@@ -25,6 +25,8 @@ RATES = Rates(
     publish_seconds=0.1,
     stall_seconds=0.02,
     score_seconds=0.01,
+    trainer_processors=0.75,
+    sampler_processors=1.25,
 )
 DICE = random.Random(0)
 GROUPS = [GroupSize(20, tuple(DICE.randint(10, 200) for _ in range(4))) for _ in range(400)]
@@ -51,6 +53,8 @@ def test_rates_are_found_again(tmp_path: Path, budget: int) -> None:
     assert found.rates.token_seconds == pytest.approx(RATES.token_seconds, rel=0.05)
     assert (found.rates.publish_seconds, found.rates.stall_seconds) == pytest.approx((0.1, 0.02))
     assert found.rates.score_seconds == pytest.approx(0.01)
+    assert (found.rates.trainer_processors, found.rates.sampler_processors) == pytest.approx((0.75, 1.25))
+    assert found.processors == 2.0
     if budget == 0:
         step = (found.rates.step_seconds, found.rates.row_seconds)
         assert step == pytest.approx((RATES.step_seconds, RATES.row_seconds), rel=1e-3)

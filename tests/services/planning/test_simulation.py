@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,8 @@ rates = st.builds(
     evaluation_seconds=st.floats(0.0, 5.0),
     output_seconds=st.floats(0.0, 5.0),
     rejected_fraction=st.floats(0.0, 0.5),
+    trainer_processors=st.floats(0.0, 2.0),
+    sampler_processors=st.floats(0.0, 2.0),
 )
 ring_settings = st.builds(
     Setting,
@@ -37,6 +40,7 @@ ring_settings = st.builds(
     scorers=st.integers(1, 3),
     evaluate_every=st.integers(0, 3),
     output_every=st.integers(0, 3),
+    processors=st.sampled_from([math.inf, 1.0, 2.0]),
 )
 sizes = st.lists(
     st.builds(GroupSize, st.integers(1, 50), st.lists(st.integers(1, 100), min_size=1, max_size=4).map(tuple)),
@@ -72,6 +76,21 @@ def test_rows_in_flight_share_a_step() -> None:
     )
     two_samplers = Ring(Setting(2, 0, samplers=2, groups_in_flight=1), shared, GROUPS).run(3)[-1]
     assert two_samplers.seconds == pytest.approx(batch.seconds - 10.0)
+
+
+def test_processors_that_both_want_slow_both_down() -> None:
+    wanted = replace(RATES, trainer_processors=1.0, sampler_processors=1.5)
+    alone, shared = Setting(2, 0), Setting(2, 0, processors=2.0)
+    assert simulate(shared, wanted, GROUPS) == simulate(alone, wanted, GROUPS), "they never work at once"
+    overlapped = Setting(2, 2, groups_in_flight=2, processors=2.0)
+    # The sampler never rests. While the trainer works, both have 2 of 2.5 processors: 80 % of their speed.
+    slower = GENERATION + TRAINING / 0.8 * (1.0 - 0.8)
+    found = simulate(overlapped, wanted, GROUPS)
+    assert 60.0 / found.steps_per_minute == pytest.approx(slower, rel=0.01)
+    two = Setting(2, 0, samplers=2, groups_in_flight=1, processors=1.5)
+    rows = replace(wanted, step_seconds=0.0, row_seconds=0.05)
+    one_sampler = simulate(replace(two, samplers=1, groups_in_flight=2), rows, GROUPS).steps_per_minute
+    assert simulate(two, rows, GROUPS).steps_per_minute == pytest.approx(one_sampler, rel=0.01)
 
 
 def test_a_long_answer_holds_its_sampler_and_a_stall_delays_it() -> None:

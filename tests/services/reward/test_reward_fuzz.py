@@ -223,7 +223,7 @@ def throw_garbage(address: str, chance: random.Random) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1_500, pytest.param(20_000, marks=pytest.mark.deploy)])
 def test_no_request_breaks_the_service(tmp_path: Path, number: int) -> None:
     with (
         running_reward(tmp_path) as address,
