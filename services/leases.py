@@ -207,6 +207,11 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def held_in_words(self) -> str:
+        """`1 group`, `2 groups`, …"""
+        return f"{self.num_held} {self._unit.removesuffix('s')}" + ("s" if self.num_held != 1 else "")
+
     def figures(self) -> dict[str, float]:
         """Returns sums since the loop was created, and the number of current leases."""
         names = ("completed", "requeued", "dropped", "refused", "lost")

@@ -64,7 +64,7 @@ within 60 "the controller tells the status of the run" steered
 # Whoever kills a container by the engine's command means it: it stays down. A crash is a process that dies.
 crash() {
     local id pid
-    id=$(containers "$1" | head -n 1)
+    id=$(containers "$1" | sed -n 1p)  # head would end the pipe early
     pid=$("$ENGINE" inspect --format '{{.State.Pid}}' "$id")
     kill -9 "$pid"
     within 60 "$1 has crashed and is started again" started_again "$id" "$pid"
@@ -103,6 +103,7 @@ for service in "${services[@]}"; do
     python3 -c 'import json, sys; [json.loads(line)["message"] for line in sys.stdin]' <"$scratch/$service.log" ||
         die "a line of $service is no JSON"
 done
+if grep -m 1 CRITICAL "$scratch/redis.log"; then die "Redis could not read all of its append-only file"; fi
 say "all lines of the logs are JSON: $(for service in "${services[@]}"; do
     printf '%s of %s, ' "$(wc -l <"$scratch/$service.log")" "$service"; done)"
 say "passed"

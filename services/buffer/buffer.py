@@ -343,7 +343,8 @@ class Buffer:
         """Returns the seconds since the last heartbeat of every service and sampler by name."""
         seconds, microseconds = self.connection.retried(self.connection.redis.time)
         now = seconds + microseconds / 1e6
-        return {name: now - float(beat_ms) / 1000 for name, beat_ms in self._texts("beats").items()}
+        beats = self._texts("beats").items()  # one may have come since the clock was read
+        return {name: max(0.0, now - float(beat_ms) / 1000) for name, beat_ms in beats}
 
     # ---- figures ----
 

@@ -175,7 +175,7 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         return {**self.loop.figures(), **self._core.figures()}
 
     def activity(self) -> str:
-        return f"scoring {self.loop.num_held} groups" if self.loop.num_held else "waiting for generated groups"
+        return f"scoring {self.loop.held_in_words}" if self.loop.num_held else "waiting for generated groups"
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
         """Scores the rows that may still get a score. A group whose scorer cannot be reached is kept for a pause."""

@@ -118,7 +118,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
 
     def activity(self) -> str:
         if self.loop.num_held:
-            return f"sampling {self.loop.num_held} groups" + (", paused" if self.loop.paused else "")
+            return f"sampling {self.loop.held_in_words}" + (", paused" if self.loop.paused else "")
         if self.loop.paused:
             return "paused"
         return f"waiting: {self.loop.refusal}" if self.loop.refusal else "waiting for prompts"

@@ -117,6 +117,20 @@ def test_the_check_of_durability_says_what_it_could_not_see(server: LockedRedis)
     assert "appendfsync could not be checked: it refuses CONFIG GET" in line
 
 
+def test_a_restarted_redis_knows_what_it_knew() -> None:
+    """Redis replays its append-only file as the user `default`, and skips transactions with commands denied to it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        for start in range(2):
+            with locked_redis(Path(folder), PASSWORD) as server:
+                if start == 0:
+                    with closing(ring.new_run(server.url(), run_id="kept")) as buffer:
+                        ring.offer(buffer, 5)
+                        before = buffer.counts()
+                with closing(Buffer(server.url(), "kept")) as buffer:
+                    assert buffer.counts() == before and before["prompts_waiting"]
+                    assert buffer.verify() == []
+
+
 # ---- and nothing else ----
 
 

@@ -18,8 +18,12 @@ from tests.support.whole_run import WholeRun, service_process
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
-SHORT = {"run": {"total_batches": 5, "staleness_budget": 2}, "rollout": {"max_groups_in_flight": 8}}
-"""A short run whose last two batches can only be sampled once the first version is trained, however slow training is.
+SHORT = {
+    "run": {"total_batches": 5, "groups_per_batch": 2, "staleness_budget": 2},
+    "rollout": {"samples_per_prompt": 2, "max_response_tokens": 400, "max_groups_in_flight": 2},
+}
+"""A short run whose last two batches can only be sampled once the first version is trained. A batch has few rows: it is
+trained in a fraction of the time of its 400 engine steps, and the next version arrives in the middle of them.
 """
 
 
@@ -30,7 +34,7 @@ def check_asynchronous(run: WholeRun) -> None:
     versions = [{span.policy_version for segment in row.segments for span in segment.spans} for row in rows]
     share = sum(len(seen) > 1 for seen in versions) / len(versions)
     staleness = run.summary()["mean_staleness"]
-    assert share >= 0.2 and staleness >= 1.0, f"{share:.0%} of trajectories of several versions, {staleness:.2f} old"
+    assert share >= 0.2 and staleness >= 0.5, f"{share:.0%} of trajectories of several versions, {staleness:.2f} old"
 
 
 def check_replay(run: WholeRun) -> None:

@@ -3,28 +3,27 @@
 import { duration, el, percent, say, svg, whole } from "./dom.js";
 
 const NODES = [
-  ["feed", "Feed"],
-  ["rollout", "Samplers"],
-  ["reward", "Scorers"],
-  ["trainer", "Trainer"],
+  ["feed", "Feed", null],
+  ["rollout", "Samplers", "prompts_leased"],
+  ["reward", "Scorers", "generated_leased"],
+  ["trainer", "Trainer", "scored_claimed"],
 ];
-const QUEUES = [
-  ["prompts", ["prompts_waiting", "prompts_leased"], "being answered"],
-  ["generated", ["generated_waiting", "generated_leased"], "being scored"],
-  ["scored", ["scored_waiting", "scored_claimed"], "claimed"],
-];
-const WIDE = { view: "0 0 960 270", box: [170, 92], at: (n) => [10 + n * 257, 46], across: true };
+const QUEUES = [["prompts", "prompts_waiting"], ["generated", "generated_waiting"], ["scored", "scored_waiting"]];
+const WIDE = { view: "0 0 960 270", box: [182, 92], at: (n) => [10 + n * 253, 46], across: true };
 const NARROW = { view: "0 0 330 600", box: [190, 84], at: (n) => [10, 8 + n * 150], across: false };
 
-// Who works, and what those who do not are waiting for.
-function standing(kind, state) {
+// How many run, what they are waiting for, and else how busy they are with how many groups.
+function standing(kind, held, state) {
   const all = state.services.filter((one) => one.kind === kind);
   const up = all.filter((one) => one.state === "running");
-  const lines = [all.length ? `${up.length} of ${all.length} running` : state.phase === "running" ? "none" : ""];
+  const running = all.length ? `${up.length} of ${all.length} running` : state.phase === "running" ? "none" : "";
   const busy = up.map((one) => one.busy).filter((share) => share !== undefined);
   const share = busy.length ? busy.reduce((sum, one) => sum + one, 0) / busy.length : null;
-  if (share !== null) lines[0] += `, ${percent(Math.min(1, share))} busy`;
   const counts = state.counts;
+  const work = [
+    ...(share === null ? [] : [`${percent(Math.min(1, share))} busy`]),
+    ...(counts[held] ? [`${whole(counts[held])} ${counts[held] === 1 ? "group" : "groups"}`] : []),
+  ];
   let waits = "";
   const feed = all.find((one) => one.activity);
   const waiting = all.find((one) => one.waiting_seconds > 1);
@@ -32,10 +31,10 @@ function standing(kind, state) {
   else if (!up.length) waits = all[0].state;
   else if (all.every((one) => one.paused)) waits = "paused";
   else if (kind === "feed") waits = counts.outstanding >= credits(state) ? "waits for credits" : (feed?.activity ?? "");
-  else if (kind === "trainer") waits = waiting ? `waits ${duration(waiting.waiting_seconds)} for scored groups` : "";
+  else if (kind === "trainer") waits = waiting ? `waits for groups (${duration(waiting.waiting_seconds)})` : "";
   else if (kind === "rollout") waits = !counts.prompts_leased && !counts.prompts_waiting ? "wait for prompts" : "";
   else waits = !counts.generated_leased && !counts.generated_waiting ? "wait for answers" : "";
-  return [lines[0], waits];
+  return [running, waits, work.join(", ")];
 }
 
 const credits = (state) => (state.plan.staleness_budget + 1) * state.plan.groups_per_batch;
@@ -69,7 +68,7 @@ export class Ring {
       );
       parts.push(this.nodes[kind]);
     });
-    QUEUES.forEach(([stage, , held], place) => {
+    QUEUES.forEach(([stage], place) => {
       const [x, y] = plan.at(place);
       const [nextX, nextY] = plan.at(place + 1);
       if (plan.across) {
@@ -78,12 +77,10 @@ export class Ring {
         parts.push(svg("path", { d: `M${x + width} ${y + 46}H${nextX - 2}`, ...arrow }));
         parts.push(text(`${stage}/count`, middle, y + 34, { ...centre, class: "count" }));
         parts.push(svg("text", { x: middle, y: y + 66, ...centre, class: "small" }, stage));
-        parts.push(text(`${stage}/held`, middle, y + 84, { ...centre, class: "small" }));
       } else {
         parts.push(svg("path", { d: `M${x + 50} ${y + height}V${nextY - 2}`, ...arrow }));
         parts.push(text(`${stage}/count`, x + 62, y + height + 29, { class: "count" }));
         parts.push(svg("text", { x: x + 62, y: y + height + 48, class: "small" }, stage));
-        parts.push(text(`${stage}/held`, x + 130, y + height + 48, { class: "small" }));
       }
     });
     if (plan.across) {
@@ -102,16 +99,15 @@ export class Ring {
     this.state = state;
     const counts = state.counts;
     const said = [];
-    for (const [kind, label] of NODES) {
-      const [up, waits] = standing(kind, state);
+    for (const [kind, label, held] of NODES) {
+      const [up, waits, work] = standing(kind, held, state);
       say(this.texts[`${kind}/up`], up);
-      say(this.texts[`${kind}/waits`], waits);
+      say(this.texts[`${kind}/waits`], waits || work);
       this.nodes[kind].setAttribute("class", /wait|paused/.test(waits) ? "waits" : "");
-      said.push(`${label}: ${up}${waits ? `, ${waits}` : ""}`);
+      said.push([`${label}: ${up}`, waits || work].filter(Boolean).join(", "));
     }
-    for (const [stage, [waiting, held], word] of QUEUES) {
+    for (const [stage, waiting] of QUEUES) {
       say(this.texts[`${stage}/count`], whole(counts[waiting] ?? 0));
-      say(this.texts[`${stage}/held`], counts[held] ? `+ ${counts[held]} ${word}` : "");
       said.push(`${counts[waiting] ?? 0} ${stage} waiting`);
     }
     const total = credits(state);

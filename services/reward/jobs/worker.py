@@ -76,8 +76,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         return {f"jobs:{name}": number for name, number in self.loop.figures().items()}
 
     def activity(self) -> str:
-        num_held = self.loop.num_held
-        return f"scoring {num_held} chunks of jobs" if num_held else "waiting for calls and jobs"
+        return f"scoring {self.loop.held_in_words} of jobs" if self.loop.num_held else "waiting for calls and jobs"
 
     def check(self) -> bool:
         """Returns False once the core is closed, because its scorers are then unreachable."""

@@ -168,7 +168,7 @@ def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, addre
     eventually(lambda: ask_info(address, token_of(buffer)).figures["groups_held"] == 1)
     state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
     assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
-    assert ask_info(address, token_of(buffer)).activity == "sampling 1 groups, paused"
+    assert ask_info(address, token_of(buffer)).activity == "sampling 1 group, paused"
     offer(buffer, prompt(101, num_samples=2, max_tokens=20))
     (held,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
     assert held.group_id == "0-100", "what it had under way is sampled to its end"
