@@ -23,8 +23,6 @@ _OWN_CLUSTER = {
     # `ray.init(_node_ip_address="127.0.0.1")` does not: Ray 2.60 takes the machine's public address instead.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "AUTOSCALER_METRIC_PORT": "-1",  # no port: it would answer everybody
-    # After a kill of this process, Ray's agents try this long to tell the cluster about it before they end; default 60.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
 _EVERY_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",

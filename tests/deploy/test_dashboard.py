@@ -260,6 +260,7 @@ def test_what_answers_and_events_hold_is_text(tmp_path: Path, redis_url: str) ->
         expect(page.locator("pre.answer")).to_contain_text("<script>alert('answer')</script>")
         page.fill("#words", "")
         page.select_option("#fate", "zero variance")
+        expect(page.locator(".samples button")).to_have_count(1)
         page.locator(".samples button").click()
         expect(page.locator("article")).to_contain_text("group dropped: all its rewards are equal")
         page.click("#tab-Events")

@@ -176,7 +176,8 @@ def test_a_killed_driver_leaves_nothing_and_its_run_can_be_resumed(tmp_path: Pat
     run.wait_for(lambda: len(run.metrics()) >= 3, killed)
     killed.kill()
     killed.wait(10)
-    eventually(lambda: not list(carriers(run.mark)), 40.0)  # Ray's agents end last
+    # Ray 2.60's two agents end last: they try for 60 s to report to the cluster that it is gone.
+    eventually(lambda: not list(carriers(run.mark)), 120.0)
     resumed = run.launch("--resume", "run.total_batches=12")
     run.wait_for(lambda: resumed.poll() is not None or len(run.metrics()) >= 12, resumed)
     assert resumed.wait(60) == 0, run.said() + run.logs()

@@ -49,6 +49,7 @@ export class Samples {
     }
     this.run = run;
     this.reading = reading;
+    if (this.answer?.fate.match(/^(trained|equal rewards)$/) && this.answer.advantage === null) this.refresh(this.answer);
     if (!this.offset && !this.answer) this.search(0);
   }
 
@@ -99,6 +100,16 @@ export class Samples {
       this.showAnswer();
       this.detail.focus();
       this.detail.scrollIntoView({ block: "start" });
+    });
+  }
+
+  // A batch is recorded before it is trained; only then its answers have advantages.
+  async refresh(shown) {
+    await this.attempt(async () => {
+      const now = await get(`/api/runs/${this.run.key}/samples/${shown.version}/${shown.group_id}/${shown.number}`);
+      if (this.answer !== shown) return;
+      this.answer = now;
+      this.showAnswer();
     });
   }
 
