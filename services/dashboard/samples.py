@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sqlite3
 import threading
@@ -106,8 +105,9 @@ class Samples:
 
     def answer(self, version: int, group_id: str, number: int) -> dict[str, object]:
         """One answer with its tokens. Raises DataError if there is none."""
-        candidates = itertools.chain(((group, "") for group in self._groups(version)), self._rejected(version))
-        group, dropped = next((found for found in candidates if found[0].group_id == group_id), (None, ""))
+        payloads = read_record(self._folder, version)[1] if version in recorded_versions(self._folder) else {}
+        own = [(decode_group(payloads[group_id]), "")] if group_id in payloads else self._rejected(version)
+        group, dropped = next((found for found in own if found[0].group_id == group_id), (None, ""))
         row = (
             next((row for row in group.scored_rows if row.trajectory.trajectory_id == number), None) if group else None
         )

@@ -12,7 +12,7 @@ from tandem.protos.codec import encode_group
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.dashboard.samples import Samples
-from tandem.trainer.batch.record import write_advantages, write_record
+from tandem.trainer.batch.record import record_folder, write_advantages, write_record
 from tandem.trainer.batch.rejected import rejected_folder, write_rejected
 from tests.services.dashboard.conftest import Site
 from tests.support.made_up_run import ANSWER
@@ -100,6 +100,9 @@ def test_rejected_answers_are_found_before_and_after_their_batch_is_recorded(tmp
         "too few scored rows",
         ["timeout", "after 5 s"],
     )
+    (record_folder(tmp_path, 1) / "groups.arrow").write_bytes(b"torn")
+    with pytest.raises(DataError, match="cannot be read"):
+        samples.answer(1, "0-2", 0)
 
 
 def test_a_damaged_file_of_a_rejected_group_hides_no_other(tmp_path: Path) -> None:
