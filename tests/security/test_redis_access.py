@@ -82,9 +82,11 @@ def named(test: Callable[..., None]) -> str:
     return test.__name__
 
 
-@pytest.mark.parametrize(
-    "scenario", [*scenarios(test_buffer, "buffer"), *scenarios(test_ledger_laws, "buffer")], ids=named
-)
+OF_BUFFER = [*scenarios(test_buffer, "buffer"), *scenarios(test_ledger_laws, "buffer")]
+OF_JOBS = scenarios(test_job_store, "store")
+
+
+@pytest.mark.parametrize("scenario", OF_BUFFER, ids=named)
 def test_the_buffer_works_for_the_user(server: LockedRedis, scenario: Callable[[Buffer], None]) -> None:
     options = {"staleness_budget": 3} if scenario.__module__ == test_ledger_laws.__name__ else {}
     with closing(ring.new_run(server.url(), **options)) as buffer:
@@ -96,14 +98,18 @@ def test_the_buffer_works_for_the_user(server: LockedRedis, scenario: Callable[[
         assert not buffer.exists()
 
 
-@pytest.mark.parametrize("scenario", scenarios(test_job_store, "store"), ids=named)
+@pytest.mark.parametrize("scenario", OF_JOBS, ids=named)
 def test_jobs_work_for_the_user(server: LockedRedis, scenario: Callable[[JobStore], None]) -> None:
     with closing(new_store(server.url())) as store:
         scenario(store)
 
 
-def test_the_scenarios_above_were_enough(admin: redis.Redis) -> None:
-    """They ran most of the commands, and Redis refused nothing but what Tandem can do without."""
+def test_the_scenarios_above_are_enough(server: LockedRedis, admin: redis.Redis) -> None:
+    """They run most of the commands, and Redis refuses nothing but what Tandem can do without."""
+    for scenario in OF_BUFFER:  # again: another process may have run those above, on a server of its own
+        test_the_buffer_works_for_the_user(server, scenario)
+    for scenario in OF_JOBS:
+        test_jobs_work_for_the_user(server, scenario)
     ran = {name.removeprefix("cmdstat_") for name in admin.info("commandstats")}
     known = {name.partition("|")[0] for name in allowed()}
     assert len(known & ran) >= 0.9 * len(known), known - ran
