@@ -103,6 +103,10 @@ class MissingBaseWeightsError(WeightTransferError, grpc_code="FAILED_PRECONDITIO
     """Adapters arrived without their base weights, and the sampler does not have the base either."""
 
 
+class MissingVersionError(WeightTransferError, grpc_code="FAILED_PRECONDITION"):
+    """A difference arrived to a version that the sampler does not hold. The message names both versions."""
+
+
 class SelectionError(TandemError, grpc_code="RESOURCE_EXHAUSTED"):
     """Selection rejected too many groups in a row. The message has the counts."""
 

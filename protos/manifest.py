@@ -12,7 +12,7 @@ from typing import Any
 from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Name suffixes of the two factors of an adapted matrix."""
 ALIGNMENT = 16
@@ -78,7 +78,8 @@ def decode_manifest(data: bytes) -> WeightManifest:
         buckets = _buckets(values.pop("buckets"))
         if adapters := values.pop("adapters", None):
             adapters = AdapterSpec(**{**adapters, "base": _buckets(adapters["base"])})
-        manifest = WeightManifest(**values, buckets=buckets, adapters=adapters)
+        base = values.pop("base", None)
+        manifest = WeightManifest(**values, buckets=buckets, adapters=adapters, base=tuple(base) if base else None)
         _check_types(manifest)
         for bucket in manifest.buckets + (manifest.adapters.base if manifest.adapters else ()):
             for tensor in bucket.tensors:
@@ -91,9 +92,12 @@ def decode_manifest(data: bytes) -> WeightManifest:
 
 
 def _check_types(manifest: WeightManifest) -> None:
-    for number in (manifest.incarnation, manifest.policy_version):
+    base = manifest.base or (0, 0)
+    for number in (manifest.incarnation, manifest.policy_version, *base):
         if type(number) is not int or not 0 <= number < 1 << 63:
             raise ValueError("incarnation and policy_version are numbers of 63 bits")
+    if len(base) != 2 or manifest.encoding not in ("full", "delta"):
+        raise ValueError("base has two numbers, and encoding is full or delta")
     if not isinstance(manifest.location, str) or not isinstance(manifest.backend, str):
         raise TypeError("backend and location are texts")
 

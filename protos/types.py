@@ -265,6 +265,10 @@ class WeightManifest:
     """`disk`: the folder of the safetensors files. `ipc`: the encoded handles. Otherwise empty."""
     adapters: AdapterSpec | None = None
     """None: the buckets hold full weights."""
+    encoding: str = "full"
+    """`delta`: samplers keep the buckets, and the size of each broadcast is sent before it."""
+    base: tuple[int, int] | None = None
+    """Incarnation and version from which buckets that are smaller on their way differ. None: all are sent whole."""
 
 
 @dataclass(frozen=True, slots=True)

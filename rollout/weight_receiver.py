@@ -1,7 +1,8 @@
 """Receiver of weight updates. A thread receives and checks a version while the engine samples; then it is applied.
 
 Staging takes memory for one copy of the weights on the worker's device. `ipc` needs none and reads the trainer's.
-When only adapters are sent, the thread merges them into the base weights and stages the result.
+When only adapters are sent, the thread merges them into the base weights and stages the result. When differences are
+sent, the thread applies them to a copy of the last version that it keeps in host memory.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tandem.protos.errors import TandemError, WeightTransferError
+from tandem.protos.bucket_delta import apply_delta
+from tandem.protos.errors import MissingVersionError, TandemError, WeightTransferError
 from tandem.protos.manifest import bucket_file, decode_manifest
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
+    DIGEST_BYTES,
+    BucketDigest,
+    BucketMemory,
     WeightGroup,
     bucket_tensors,
     check_bucket,
@@ -32,7 +37,8 @@ from tandem.protos.weight_group import (
 from tandem.rollout.base_weights import BaseWeights, check_factors
 from tandem.rollout.sampler import TransferProgress
 
-_Arrivals = Iterator[tuple[BucketSpec, torch.Tensor]]
+_Arrivals = Iterator[tuple[BucketSpec, torch.Tensor, BucketDigest | None]]
+"""Buckets, or differences, as they arrived, and what is known of their digests."""
 
 
 class _Transfer(threading.Thread):
@@ -62,6 +68,14 @@ class _Transfer(threading.Thread):
             self.progress["done"] = True
 
 
+class _Held(NamedTuple):
+    """The buckets of the version to which the next differences apply, in host memory."""
+
+    version: tuple[int, int]
+    """Incarnation and policy version."""
+    buckets: list[torch.Tensor]
+
+
 class StagedReceiver:
     """Joins one weight group at a time and stages one version at a time.
 
@@ -86,6 +100,8 @@ class StagedReceiver:
         self._transfer: _Transfer | None = None
         self._base = BaseWeights(folder)
         self._staged: list[tuple[str, torch.Tensor]] = []
+        self._memory = BucketMemory()
+        self._held: _Held | None = None
 
     def start_join(
         self, address: Mapping[str, Any], first_rank: int, store: Sequence[Any], timeout_seconds: float
@@ -134,22 +150,34 @@ class StagedReceiver:
 
     def _receive(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> None:
         self._staged = []
-        if manifest.buckets:
-            self._check_names(manifest)
+        if not manifest.buckets:
+            if self._held is not None:  # equal weights, under a new number
+                self._held = _Held((manifest.incarnation, manifest.policy_version), self._held.buckets)
+            return
+        self._check_names(manifest)
+        held, self._held = self._held, None  # differences change its bits before they are checked
+        kept: list[torch.Tensor] = []
         sources = {"disk": self._from_disk, "ipc": self._from_ipc}
         arrivals = sources.get(manifest.backend, self._from_group)(transfer, manifest, group_name)
         arrived: list[tuple[str, torch.Tensor]] = []
         fault: WeightTransferError | None = None
-        for number, (spec, buffer) in enumerate(arrivals):
+        for number, (spec, message, digest) in enumerate(arrivals):
             bucket = f"bucket {number + 1} of {len(manifest.buckets)} by {manifest.backend}"
             place = f"version {manifest.policy_version}, {bucket}"
             try:
-                transfer.progress["digests"].append(check_bucket(spec, buffer, place=place))
+                buffer = _whole(spec, number, message, manifest, held)
+                transfer.progress["digests"].append(check_bucket(spec, buffer, place=place, digest=digest))
             except WeightTransferError as error:
                 fault = fault or error  # keep receiving: a member that stops reading breaks the group for all others
+                continue
+            if manifest.encoding == "delta":
+                kept.append(buffer)
+                buffer = self._memory.empty_bucket(spec).copy_(buffer)  # a model may write to the tensors it loads
             arrived += bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device))
         if fault is not None:
             raise fault
+        if kept:
+            self._held = _Held((manifest.incarnation, manifest.policy_version), kept)
         if manifest.adapters is not None:
             arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
         if self._transfer is transfer:  # otherwise a newer transfer has replaced it
@@ -174,18 +202,26 @@ class StagedReceiver:
 
     def _from_group(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> _Arrivals:
         group = self._group
-        if manifest.buckets and (group is None or group.address.group_name != group_name):
+        if group is None or group.address.group_name != group_name:
             raise WeightTransferError(f"this sampler is not in weight group {group_name}; it must join first")
         for spec in manifest.buckets:
-            assert group is not None
-            buffer = empty_bucket(spec, group.device)
+            on_cpu = group.device.type == "cpu"
+            buffer = self._memory.empty_bucket(spec) if on_cpu else empty_bucket(spec, group.device)
+            digest = None
             try:
-                group.broadcast(buffer, transfer.seconds_left)
+                size = len(buffer)
+                if manifest.encoding == "delta":
+                    size = group.broadcast_size(0, transfer.seconds_left)
+                    if not DIGEST_BYTES <= size <= len(buffer):
+                        raise WeightTransferError(f"{size} bytes are announced for a bucket of {spec.num_bytes}")
+                if size == len(buffer):
+                    digest = BucketDigest(buffer[: spec.num_bytes])
+                group.broadcast(buffer[:size], transfer.seconds_left, digest and digest.advance)
             except WeightTransferError:
                 self._group = None
                 group.close()
                 raise
-            yield spec, buffer
+            yield spec, buffer[:size], digest
 
     def _from_disk(self, _: _Transfer, manifest: WeightManifest, _group: str) -> _Arrivals:
         for number, spec in enumerate(manifest.buckets):
@@ -196,8 +232,28 @@ class StagedReceiver:
                     fill_bucket(spec, {tensor.name: opened.get_tensor(tensor.name) for tensor in spec.tensors}, buffer)
             except (OSError, SafetensorError) as error:
                 raise WeightTransferError(f"cannot read weights {file}: {error}") from error
-            yield spec, buffer
+            yield spec, buffer, None
 
     def _from_ipc(self, _: _Transfer, manifest: WeightManifest, _group: str) -> _Arrivals:
         for spec, handle in zip(manifest.buckets, json.loads(manifest.location), strict=True):
-            yield spec, import_cuda_bucket(handle, self._device)
+            yield spec, import_cuda_bucket(handle, self._device), None
+
+
+def _whole(
+    spec: BucketSpec, number: int, message: torch.Tensor, manifest: WeightManifest, held: _Held | None
+) -> torch.Tensor:
+    """The whole bucket of a message, which is that bucket or a difference. Raises MissingVersionError."""
+    size = spec.num_bytes
+    if len(message) == size + DIGEST_BYTES:
+        return message
+    if held is None or held.version != manifest.base:
+        has = "none" if held is None else f"version {held.version[1]} of incarnation {held.version[0]}"
+        base = manifest.base or (-1, -1)
+        raise MissingVersionError(
+            f"version {manifest.policy_version} arrived as a difference to version {base[1]} of incarnation {base[0]}, "
+            f"and this sampler holds {has}; it must get the whole weights"
+        )
+    bucket = held.buckets[number]
+    apply_delta(spec, message[:-DIGEST_BYTES].numpy(), bucket[:size].numpy())
+    bucket[size:] = message[-DIGEST_BYTES:]
+    return bucket

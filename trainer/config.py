@@ -115,6 +115,11 @@ class WeightsConfig(Options):
     """`gloo` on CPUs, `nccl` across GPUs, `ipc` on one shared GPU, `disk` through a shared folder."""
     bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 64 << 20
     """Size of one broadcast."""
+    encoding: Literal["full", "delta"] = "full"
+    """`full` sends every version whole. `delta` sends, over gloo, the lossless difference to the version that all
+    samplers hold, compressed; a bucket of which too much changed is sent whole. Each worker of a sampler then keeps one
+    more copy of the weights in host memory.
+    """
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Deadline of an update. A sampler that has not acknowledged it by then is STALE and claims nothing until it is
     updated.

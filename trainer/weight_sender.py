@@ -18,11 +18,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tandem.protos.bucket_delta import encode_delta
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, with_base
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
+    DIGEST_BYTES,
     WeightGroup,
     bucket_tensors,
     empty_bucket,
@@ -75,6 +77,9 @@ class WeightSender:
     With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
     folder. A sampler with another base, or none, receives the base with the copy.
 
+    With `encoding` "delta", samplers keep every version, and a version whose manifest names a `base` is sent as the
+    difference to the copy. `sent_bytes` and `encode_seconds` are those of the last version.
+
     `store` is where its groups meet; None if it opens no group.
     """
 
@@ -86,8 +91,13 @@ class WeightSender:
         device: torch.device = _CPU,
         adapters: Adapters | None = None,
         store: StoreSource | None = None,
+        encoding: str = "full",
     ) -> None:
+        assert encoding == "full" or adapters is None, "adapters are sent whole"
         self._source = source
+        self._encoding = encoding
+        self.sent_bytes = 0
+        self.encode_seconds = 0.0
         self._store = store
         self._device = device
         self._adapters = adapters
@@ -120,7 +130,8 @@ class WeightSender:
 
         All ranks must call it: with adapters, the first version with buckets gathers the base.
         """
-        manifest = WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
+        buckets = self._buckets if changed else ()
+        manifest = WeightManifest(incarnation, policy_version, backend, buckets, location, encoding=self._encoding)
         if self._adapters is None or not changed:
             return manifest
         if self._base_buffers is None:  # for samplers that lack the base
@@ -130,6 +141,13 @@ class WeightSender:
             self._base_buffers = tuple(buffer for _, buffer in held)
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
+
+    @property
+    def base(self) -> tuple[int, int] | None:
+        """Incarnation and version that the next version can be sent as a difference to; only on rank 0."""
+        if self._encoding == "full" or self._copy is None:
+            return None
+        return self._copy.manifest.incarnation, self._copy.manifest.policy_version
 
     def prepare(self, host: str, world_size: int, backend: str) -> WeightGroupAddress:
         """Rank 0: closes the open group and names a new one of `world_size` ranks, including itself.
@@ -155,6 +173,7 @@ class WeightSender:
         """
         fault: WeightTransferError | None = None
         deadline = time.monotonic() + timeout_seconds
+        self.sent_bytes, self.encode_seconds = 0, 0.0
         exported = manifest.backend == "ipc"
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
@@ -162,17 +181,19 @@ class WeightSender:
         for spec, buffer in self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU):
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
-                    self._group.broadcast(buffer, max(deadline - time.monotonic(), 0.001))
+                    self._send(self._group, manifest, len(buffers), buffer, deadline)
                 except WeightTransferError as error:
                     self.close()
                     fault = error
+            if self.fetched_by_samplers(manifest.backend):
+                self.sent_bytes += len(buffer)
             if exported:
                 self._exported.append(buffer)
             specs.append(spec)
             buffers.append(buffer.to(_CPU))
         if self._source.rank != 0:
             return manifest
-        sent = replace(manifest, buckets=tuple(specs))
+        sent = replace(manifest, buckets=tuple(specs), base=None)
         if sent.buckets:
             self._copy = WeightCopy(sent, tuple(buffers))
         elif self._copy is not None:  # same weights as the previous version, with a new number
@@ -185,6 +206,23 @@ class WeightSender:
         if fault is not None:
             raise fault
         return sent
+
+    def _send(
+        self, group: WeightGroup, manifest: WeightManifest, number: int, buffer: torch.Tensor, deadline: float
+    ) -> None:
+        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller."""
+        message = buffer
+        if manifest.base is not None:
+            assert manifest.base == self.base, "the samplers hold the copy"
+            started = time.perf_counter()
+            num_bytes = len(buffer) - DIGEST_BYTES
+            held = self.copy.buffers[number][:num_bytes].numpy()
+            delta = encode_delta(manifest.buckets[number], held, buffer[:num_bytes].numpy())
+            if delta is not None:
+                message = torch.cat([torch.from_numpy(delta), buffer[num_bytes:]])
+            self.encode_seconds += time.perf_counter() - started
+        _send_message(group, message, manifest, deadline - time.monotonic())
+        self.sent_bytes += len(message)
 
     def _filled(
         self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device
@@ -219,7 +257,7 @@ class WeightSender:
             # The sampler's own reply tells of a failure.
             with suppress(TandemError), closing(self._connect(address, _CPU, timeout_seconds)) as group:
                 for buffer in copy.buffers:
-                    group.broadcast(buffer, timeout_seconds)
+                    _send_message(group, buffer, copy.manifest, timeout_seconds)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
         return CopyTransfer(address, replace(copy.manifest, backend="gloo", location=""))
@@ -255,3 +293,10 @@ class WeightSender:
             return self.copy
         assert self._base_buffers is not None, "the base is held from the first version on"
         return WeightCopy(with_base(self.copy.manifest), self._base_buffers + self.copy.buffers)
+
+
+def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:
+    seconds = max(timeout_seconds, 0.001)
+    if manifest.encoding == "delta":
+        group.broadcast_size(len(message), seconds)
+    group.broadcast(message, seconds)

@@ -233,12 +233,28 @@ class Recipe(Options):
             )
         if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
+        self._check_encoding()
         self.trainer.check_sampling(
             samples_per_prompt=self.rollout.samples_per_prompt,
             min_scored_samples=self.reward.min_scored_samples,
             max_response_tokens=self.rollout.max_response_tokens,
         )
         return self
+
+    def _check_encoding(self) -> None:
+        if self.weights.encoding == "full":
+            return
+        if self.weights.backend != "gloo":
+            raise ValueError(
+                f'weights.encoding "delta" needs weights.backend "gloo", not "{self.weights.backend}"; '
+                'set weights.encoding to "full"'
+            )
+        lora = self.trainer.lora
+        if lora is not None and lora.broadcast == "adapter":
+            raise ValueError(
+                'weights.encoding "delta" is for whole weights, and trainer.lora.broadcast is "adapter"; '
+                'set weights.encoding to "full"'
+            )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -194,6 +194,10 @@ METRICS: tuple[Metric, ...] = (
     _gauge("batch", "batch_skipped_steps", "skipped_steps", "Optimizer steps that a gradient that is not finite cost."),
     _gauge("batch", "batch_acknowledged_samplers", "samplers_acknowledged", "Samplers that took the last version."),
     _gauge("batch", "batch_weight_bytes", "weight_bytes", "Weights sent with the last version."),
+    _gauge("batch", "batch_weight_sent_bytes", "weight_sent_bytes", "What left the trainer for the last version."),
+    _gauge(
+        "batch", "batch_weight_encode_seconds", "weight_encode_seconds", "Encoding of the last version's differences."
+    ),
     _gauge(
         "batch", "batch_weight_transfer_seconds", "weight_transfer_seconds", "Transfer of the weights, slowest sampler."
     ),

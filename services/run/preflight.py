@@ -315,6 +315,7 @@ def _sampler_bytes(recipe: Recipe, facts: ModelFacts) -> float:
     # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
     # holds the base weights to merge them into.
     copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
+    copies += recipe.weights.encoding == "delta"  # the version to which differences are applied
     return recipe.rollout.kv_cache_bytes + copies * facts.num_parameters * _weight_bytes(recipe) + ENGINE_BYTES
 
 

@@ -34,6 +34,9 @@ class Publication:
 
     samplers_acknowledged: int
     weight_bytes: int
+    weight_sent_bytes: int
+    """Bytes that left for the samplers, each counted once; fewer than `weight_bytes` where differences were sent."""
+    weight_encode_seconds: float
     weight_transfer_seconds: float | None
     weight_stall_seconds: float | None
     weights_digest: str
@@ -90,6 +93,8 @@ class Publisher:
         return Publication(
             samplers_acknowledged=len(acknowledged),
             weight_bytes=sum(bucket.num_bytes for bucket in manifest.buckets) if changed else 0,
+            weight_sent_bytes=self._sender.sent_bytes,
+            weight_encode_seconds=self._sender.encode_seconds,
             weight_transfer_seconds=max((reply.transfer_seconds for _, reply in acknowledged), default=None),
             weight_stall_seconds=max((reply.stall_seconds for _, reply in acknowledged), default=None),
             weights_digest=weights_digest(manifest),
@@ -172,6 +177,9 @@ class Publisher:
         seconds = self._deadline_seconds
         location = str(self._folder / f"{version:06d}") if self._backend == "disk" else ""
         manifest = self._sender.manifest(self._incarnation, version, self._backend, changed=changed, location=location)
+        base = self._sender.base
+        if base is not None and changed and links and all(link.holds(base) for link in links):
+            manifest = replace(manifest, base=base)
         if WeightSender.fetched_by_samplers(self._backend):
             manifest = self._sender.broadcast(manifest, seconds)
             calls = [link.update(manifest, seconds) for link in links]

@@ -59,6 +59,11 @@ class SamplerLink:
         self._failed_catch_ups += 1
         self._retry_at = time.monotonic() + min(2.0**self._failed_catch_ups, _MAX_RETRY_SECONDS)
 
+    def holds(self, version: tuple[int, int]) -> bool:
+        """Whether the sampler had these weights, by incarnation and version, when its state was last read."""
+        sampler = self.sampler
+        return sampler.state == "LIVE" and (sampler.incarnation, sampler.version) == version
+
     def ping(self) -> grpc.Future[common_pb2.InfoReply]:
         stub = common_pb2_grpc.InfoServiceStub(self._channel)
         call: grpc.Future[common_pb2.InfoReply] = stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS)

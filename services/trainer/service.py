@@ -78,7 +78,12 @@ def make_learner(recipe: Recipe, group_store: StoreSource | None = None) -> tupl
     )
     bucket_bytes, adapters = recipe.weights.bucket_bytes, learner.broadcast_adapters
     return learner, WeightSender(
-        learner, bucket_bytes=bucket_bytes, device=learner.device, adapters=adapters, store=group_store
+        learner,
+        bucket_bytes=bucket_bytes,
+        device=learner.device,
+        adapters=adapters,
+        store=group_store,
+        encoding=recipe.weights.encoding,
     )
 
 

@@ -29,6 +29,8 @@ from tandem.protos.manifest import (
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
+    BucketDigest,
+    BucketMemory,
     WeightGroup,
     bucket_digest,
     bucket_tensors,
@@ -166,17 +168,22 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
             end = tensor.offset + tensor.num_bytes
         assert end <= bucket.num_bytes < end + ALIGNMENT
         assert len(bucket.tensors) == 1 or end <= size
-    manifest = WeightManifest(2, 7, "gloo", buckets, "somewhere")
-    assert decode_manifest(encode_manifest(manifest)) == manifest
+    for manifest in (
+        WeightManifest(2, 7, "gloo", buckets, "somewhere"),
+        WeightManifest(2, 7, "gloo", buckets, encoding="delta", base=(1, 6)),
+    ):
+        assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
 def test_inconsistent_manifests_are_refused(pair: Pair) -> None:
     data = encode_manifest(pair.sender.manifest(1, 3, "gloo"))
     with pytest.raises(SchemaVersionError, match="99"):
-        decode_manifest(data.replace(b'"schema_version":2', b'"schema_version":99'))
+        decode_manifest(data.replace(b'"schema_version":3', b'"schema_version":99'))
     with pytest.raises(DataError, match="does not fit"):
         decode_manifest(data.replace(b'"offset":0', b'"offset":4096'))
-    for broken in (b"", b"[]", b"{}", data[:-3], data.replace(b'"dtype"', b'"kind"')):
+    no_base = [data.replace(b'"base":null', b'"base":' + text) for text in (b"[1]", b"[1,2,3]", b'["1","2"]', b"7")]
+    no_encoding = data.replace(b'"encoding":"full"', b'"encoding":"zip"')
+    for broken in (b"", b"[]", b"{}", data[:-3], data.replace(b'"dtype"', b'"kind"'), *no_base, no_encoding):
         with pytest.raises(DataError):
             decode_manifest(broken)
     with pytest.raises(DataError, match="complex64"):
@@ -205,6 +212,28 @@ def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
     swapped = weights[[0, 2, 1, 3, 4, 5, 6, 7]]
     digests = {bucket_digest(w.contiguous().view(-1).view(torch.uint8)) for w in (weights, flipped, swapped)}
     assert len(digests) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20_000), st.lists(st.integers(0, 200_000), max_size=6))
+def test_a_digest_does_not_depend_on_how_the_bytes_arrive(words: int, ends: list[int]) -> None:
+    bytes_ = torch.arange(8 * words).to(torch.uint8)
+    digest = BucketDigest(bytes_)
+    for end in ends:
+        digest.advance(end)
+    assert digest.finish() == bucket_digest(bytes_)
+
+
+def test_memory_is_used_again_only_once_no_tensor_refers_to_it() -> None:
+    spec, memory = BucketSpec(64, ()), BucketMemory()
+    buffer = memory.empty_bucket(spec)
+    address, view = buffer.data_ptr(), buffer[3:7].view(torch.int16) if buffer.data_ptr() % 2 else buffer[4:8]
+    del buffer
+    assert memory.empty_bucket(spec).data_ptr() != address, "a view still refers to it"
+    del view
+    kept = [memory.empty_bucket(spec) for _ in range(2)]
+    assert address in {each.data_ptr() for each in kept}
+    assert len({each.data_ptr() for each in kept}) == 2
 
 
 def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:

@@ -118,12 +118,15 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
 class Ring:
     """A trainer's publishing side and the samplers it knows."""
 
-    def __init__(self, folder: Path, url: str, backend: str = "gloo", deadline_seconds: float = 5.0) -> None:
-        recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": deadline_seconds})
+    def __init__(
+        self, folder: Path, url: str, backend: str = "gloo", deadline_seconds: float = 5.0, encoding: str = "full"
+    ) -> None:
+        weights = {"backend": backend, "deadline_seconds": deadline_seconds, "encoding": encoding}
+        recipe = make_recipe(folder, weights=weights)
         self.buffer = make_run(url, recipe)
         self.weights = Weights()
         self.store = redis_store(url, recipe.run.run_id, "weights")
-        self.sender = WeightSender(self.weights, bucket_bytes=512, store=self.store)
+        self.sender = WeightSender(self.weights, bucket_bytes=512, store=self.store, encoding=encoding)
         self.incarnation = self.buffer.begin_incarnation()
         self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
         self.samplers: list[FakeSampler] = []
@@ -157,6 +160,7 @@ def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iter
 
 
 every_backend = pytest.mark.parametrize("ring", [{"backend": "gloo"}, {"backend": "disk"}], indirect=True)
+differences = pytest.mark.parametrize("ring", [{"encoding": "delta"}], indirect=True)
 patient = pytest.mark.parametrize("ring", [{"deadline_seconds": 600.0}], indirect=True)
 """Its deadline is longer than a test's time limit, so a publication that waits for it fails the test."""
 
@@ -268,3 +272,46 @@ def test_a_replaced_trainer_publishes_nothing(ring: Ring) -> None:
     with pytest.raises(FencedError):
         ring.publish(1)
     assert sampler.value == 0.0
+
+
+@differences
+def test_differences_are_sent_once_all_samplers_hold_the_version_before(ring: Ring) -> None:
+    one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    first = ring.publish(0)
+    assert first.weight_sent_bytes >= first.weight_bytes, "no sampler holds anything"
+    second = ring.publish(1)
+    assert second.samplers_acknowledged == 2
+    assert 0 < second.weight_sent_bytes < second.weight_bytes / 2 and second.weight_encode_seconds > 0
+    unchanged = ring.publish(2, changed=False)
+    assert (unchanged.weight_sent_bytes, unchanged.weights_digest) == (0, second.weights_digest)
+    assert ring.publish(3).weight_sent_bytes < first.weight_bytes / 2, "the base has a new number"
+    assert (one.version, one.value, two.value) == (3, 3.0, 3.0)
+
+
+@differences
+def test_late_and_restarted_samplers_get_whole_weights_and_then_differences(ring: Ring) -> None:
+    first = ring.sampler("rollout-0")
+    ring.publish(0)
+    late = ring.sampler("rollout-1")
+    eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+    assert late.value == 0.0
+    assert ring.publish(1).weight_sent_bytes < 512
+    first.restart(StagedReceiver(CPU, 0, None, frozenset()))
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert ring.publish(2).weight_sent_bytes < 512
+    assert (first.value, late.value) == (2.0, 2.0)
+
+
+@differences
+def test_a_sampler_that_lost_its_copy_refuses_the_difference_and_gets_whole_weights(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    ring.publish(0)
+    bad._receiver._held = None
+    assert ring.publish(1).samplers_acknowledged == 1
+    assert "a difference to version 0 of incarnation 1, and this sampler holds none" in caplog.text
+    assert good.value == 1.0, "the others are not concerned"
+    eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+    assert bad.value == 1.0
+    assert ring.publish(2).samplers_acknowledged == 2
