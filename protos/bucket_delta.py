@@ -8,7 +8,6 @@ If all elements changed, there are no gaps.
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +18,8 @@ from tandem.protos.manifest import ITEM_BYTES
 from tandem.protos.types import BucketSpec
 
 Bytes = NDArray[np.uint8]
+Elements = NDArray[np.uint64]
+"""Unsigned numbers of 1, 2, 4 or 8 bytes; uint64 stands for all of them in the types."""
 
 _HEADER = struct.Struct("<QQ")
 """Number of changed elements, size of the compressed gaps; the compressed values follow."""
@@ -50,32 +51,32 @@ def apply_delta(spec: BucketSpec, delta: Bytes, held: Bytes) -> None:
     """
     elements = _elements(spec, held)
     try:
-        num_changed, num_gap_bytes = _HEADER.unpack_from(delta)
+        num_changed, num_gap_bytes = _HEADER.unpack_from(delta.data)
         if num_changed > len(elements):
             raise ValueError(f"{num_changed} changes for {len(elements)} elements")
         encoded = delta[_HEADER.size :]
-        changes = _decompress(encoded[num_gap_bytes:], num_changed, elements.dtype)
+        changes = _decompress(encoded[num_gap_bytes:], num_changed, elements.itemsize)
         if num_gap_bytes == 0:
             elements ^= changes
             return
-        gaps = _decompress(encoded[:num_gap_bytes], num_changed, np.dtype(np.uint32))
+        gaps = _decompress(encoded[:num_gap_bytes], num_changed, 4)
         elements[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= changes
     except (ValueError, IndexError, struct.error, OSError, pa.ArrowException) as error:
         raise WeightTransferError(f"the difference of a bucket cannot be read: {error!s:.200}") from error
 
 
-def _elements(spec: BucketSpec, data: Bytes) -> NDArray[Any]:
+def _elements(spec: BucketSpec, data: Bytes) -> Elements:
     """The bucket as unsigned numbers of its smallest element's size; alignment makes any size fit."""
     size = min((ITEM_BYTES[tensor.dtype] for tensor in spec.tensors), default=1)
     return data.view(f"<u{size}")
 
 
-def _compress(values: NDArray[Any]) -> bytes:
+def _compress(values: Elements | NDArray[np.uint32]) -> bytes:
     planes = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), values.itemsize).T)
     return bytes(_CODEC.compress(pa.py_buffer(planes), asbytes=True))
 
 
-def _decompress(data: Bytes, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    planes = _CODEC.decompress(pa.py_buffer(data), length * dtype.itemsize, asbytes=True)
-    values = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, length)
-    return np.ascontiguousarray(values.T).view(dtype).reshape(length)
+def _decompress(data: Bytes, length: int, item_bytes: int) -> Elements:
+    planes = _CODEC.decompress(pa.py_buffer(data), length * item_bytes, asbytes=True)
+    values = np.frombuffer(planes, np.uint8).reshape(item_bytes, length)
+    return np.ascontiguousarray(values.T).view(f"<u{item_bytes}").reshape(length)

@@ -28,6 +28,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
@@ -98,7 +99,7 @@ class BucketMemory:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray[Any, np.dtype[np.uint8]]]] = defaultdict(list)
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 
     def empty_bucket(self, spec: BucketSpec) -> torch.Tensor:
         """As `empty_bucket` on the CPU."""
@@ -271,7 +272,7 @@ class WeightGroup:
         sends log2(world size) times.
         """
 
-        def wait(work: Any) -> None:
+        def wait(work: dist.Work) -> None:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
         is_last = self._rank == self.address.world_size - 1

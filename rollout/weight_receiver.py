@@ -216,7 +216,7 @@ class StagedReceiver:
                         raise WeightTransferError(f"{size} bytes are announced for a bucket of {spec.num_bytes}")
                 if size == len(buffer):
                     digest = BucketDigest(buffer[: spec.num_bytes])
-                group.broadcast(buffer[:size], transfer.seconds_left, digest and digest.advance)
+                group.broadcast(buffer[:size], transfer.seconds_left, None if digest is None else digest.advance)
             except WeightTransferError:
                 self._group = None
                 group.close()

@@ -1,4 +1,4 @@
-"""Differences from `WeightSender` to `StagedReceiver` over gloo, and the chain that passes buckets on."""
+"""Differences from `WeightSender` to `StagedReceiver` over gloo, the chain that passes buckets on, and its memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.protos.manifest import encode_manifest
-from tandem.protos.types import WeightManifest
-from tandem.protos.weight_group import DIGEST_BYTES, WeightGroup
+from tandem.protos.types import BucketSpec, WeightManifest
+from tandem.protos.weight_group import DIGEST_BYTES, BucketDigest, BucketMemory, WeightGroup, bucket_digest
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
@@ -146,3 +148,25 @@ def test_a_chain_delivers_large_and_small_buckets_to_every_rank(num_receivers: i
             assert equal(receiver.take(), source)
         source.tensors["large"] += 1
     sender.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20_000), st.lists(st.integers(0, 200_000), max_size=6))
+def test_a_digest_does_not_depend_on_how_the_bytes_arrive(words: int, ends: list[int]) -> None:
+    bytes_ = torch.arange(8 * words).to(torch.uint8)
+    digest = BucketDigest(bytes_)
+    for end in ends:
+        digest.advance(end)
+    assert digest.finish() == bucket_digest(bytes_)
+
+
+def test_memory_is_used_again_only_once_no_tensor_refers_to_it() -> None:
+    spec, memory = BucketSpec(64, ()), BucketMemory()
+    buffer = memory.empty_bucket(spec)
+    address, view = buffer.data_ptr(), buffer[4:8]
+    del buffer
+    assert memory.empty_bucket(spec).data_ptr() != address, "a view still refers to it"
+    del view
+    kept = [memory.empty_bucket(spec) for _ in range(2)]
+    assert address in {each.data_ptr() for each in kept}
+    assert len({each.data_ptr() for each in kept}) == 2

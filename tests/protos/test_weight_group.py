@@ -29,8 +29,6 @@ from tandem.protos.manifest import (
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
-    BucketDigest,
-    BucketMemory,
     WeightGroup,
     bucket_digest,
     bucket_tensors,
@@ -212,28 +210,6 @@ def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
     swapped = weights[[0, 2, 1, 3, 4, 5, 6, 7]]
     digests = {bucket_digest(w.contiguous().view(-1).view(torch.uint8)) for w in (weights, flipped, swapped)}
     assert len(digests) == 3
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 20_000), st.lists(st.integers(0, 200_000), max_size=6))
-def test_a_digest_does_not_depend_on_how_the_bytes_arrive(words: int, ends: list[int]) -> None:
-    bytes_ = torch.arange(8 * words).to(torch.uint8)
-    digest = BucketDigest(bytes_)
-    for end in ends:
-        digest.advance(end)
-    assert digest.finish() == bucket_digest(bytes_)
-
-
-def test_memory_is_used_again_only_once_no_tensor_refers_to_it() -> None:
-    spec, memory = BucketSpec(64, ()), BucketMemory()
-    buffer = memory.empty_bucket(spec)
-    address, view = buffer.data_ptr(), buffer[3:7].view(torch.int16) if buffer.data_ptr() % 2 else buffer[4:8]
-    del buffer
-    assert memory.empty_bucket(spec).data_ptr() != address, "a view still refers to it"
-    del view
-    kept = [memory.empty_bucket(spec) for _ in range(2)]
-    assert address in {each.data_ptr() for each in kept}
-    assert len({each.data_ptr() for each in kept}) == 2
 
 
 def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:
