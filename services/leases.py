@@ -1,8 +1,7 @@
 """The loop of every service that works on leases: claim, work on many at once, renew, then complete or release.
 
-The sampler, the scorer and the worker for reward jobs run it. They differ in the source of their leases (`LeaseSource`)
-and in the work on a lease (`LeaseWorker`). Leases are stored by fencing token, not by group or chunk id, because a
-released group may be claimed again before its first claim is removed.
+The sampler, the scorer and the worker for reward jobs differ in the source of their leases (`LeaseSource`) and in the
+work on a lease (`LeaseWorker`). Leases are kept by fencing token, because a released group may be claimed again soon.
 """
 
 from __future__ import annotations
@@ -167,10 +166,10 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
 
 
 class LeaseLoop(Generic[LeaseT, ResultT]):
-    """Runs a worker on up to `capacity` leases at once. A lease is renewed after a third of `lease_seconds`.
+    """Runs a worker on up to `capacity` leases at once, and on as many others while the results of these are stored.
 
-    The names of the figures begin with `unit`, a plural noun. An unreachable or full Redis ends the loop, unless it
-    `tolerates_outages`: then it waits.
+    A lease is renewed after a third of `lease_seconds`. Names of figures begin with `unit`, a plural noun. An
+    unreachable or full Redis ends the loop, unless it `tolerates_outages`: then it waits.
     """
 
     def __init__(
@@ -218,8 +217,8 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         """Returns sums since the loop was created, and the number of current leases."""
         names = ("completed", "requeued", "dropped", "refused", "lost")
         sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
-        running = time.monotonic() - self._busy_since if self._held else 0.0
-        now = {f"{self._unit}_held": len(self._held), f"{self._unit}_busy_seconds": self._busy_seconds + running}
+        busy = self._busy_seconds + (time.monotonic() - self._busy_since if self._held else 0.0)
+        now = {f"{self._unit}_held": len(self._held), f"{self._unit}_busy_seconds": busy}
         return {**sums, **now, "outages": self._counts["outages"], **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
@@ -227,12 +226,13 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         renewals = asyncio.create_task(self._renew_forever())
         try:
             while not stop.is_set() and self._failure is None and self._worker.check():
-                free = self._capacity - len(self._held)
+                working = sum(not one.settling for one in self._held.values())  # the others only wait for Redis
+                free = min(self._capacity - working, 2 * self._capacity - len(self._held))
                 if self.paused or free <= 0:
                     await self._wait_for_change(_POLL_SECONDS)
-                    continue
-                for lease in await self._claim(free):
-                    self._start(lease)
+                else:
+                    for lease in await self._claim(free):
+                        self._start(lease)
         finally:
             await self._shut_down()
             renewals.cancel()
@@ -298,6 +298,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             except asyncio.CancelledError:
                 outcome = SHUTDOWN if self._stopping else None  # None: another worker has the lease
             held.settling = True
+            self._changed.set()
             if isinstance(outcome, Release):
                 await self._release(held.lease, outcome, held.take_unsaved())
             elif outcome is not None:
@@ -311,8 +312,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     async def _complete(self, lease: LeaseT, result: ResultT) -> bool:
         """Completes the lease in one call with those that finish while the call before is under way."""
         self._finished.append((lease, result))
-        if self._completion is None:
-            self._completion = asyncio.create_task(self._complete_finished())
+        self._completion = self._completion or asyncio.create_task(self._complete_finished())
         return lease.token not in await asyncio.shield(self._completion)
 
     async def _complete_finished(self) -> Collection[int]:

@@ -168,18 +168,36 @@ def worker(request: pytest.FixtureRequest) -> Worker:
     return Worker(runs_in_threads=request.param)
 
 
-def test_the_loop_holds_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
+def test_the_loop_works_on_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
     queue = Queue(*"abcdef")
     most: list[int] = []
+    answered: list[str] = []
 
     def may_answer(name: str) -> bool:
-        most.append(len(queue.current))
+        most.append(len(worker.began) - len(answered))
         return len(worker.began) >= 3
 
-    worker.may_answer = may_answer
+    def outcome(held: Held[Ticket]) -> Answer:
+        answered.append(held.lease.name)
+        return Answer(held.lease.name.upper())
+
+    worker.may_answer, worker.outcome = may_answer, outcome
     figures = run(queue, worker, lambda loop: len(queue.completed) == 6, capacity=3)
     assert queue.completed == {name: name.upper() for name in "abcdef"} and max(most) == 3
     assert (figures["tickets_completed"], figures["tickets_held"], figures["tickets_refused"]) == (6, 0, 0)
+
+
+def test_the_loop_goes_on_while_results_are_stored_but_holds_at_most_twice_its_capacity() -> None:
+    queue, worker = Queue(*"abcdefgh"), Worker()
+    queue.may_complete.clear()
+
+    async def store(loop: Loop) -> None:
+        await asyncio.sleep(0.05)
+        assert (worker.began, loop.num_held) == (list("abcdef"), 6), "three are stored, and three wait for that"
+        queue.may_complete.set()
+        await until(lambda: len(queue.completed) == 8)
+
+    run(queue, worker, lambda loop: len(worker.began) == 6, store, capacity=3)
 
 
 def test_only_accepted_results_are_counted(worker: Worker) -> None:
