@@ -76,8 +76,8 @@ class VllmSampler(Sampler):
         self._llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
     async def _generate(self, request: SamplingRequest) -> Completion:
+        engine_request = self._engine_request(request)
         answer = _Answer()
-        engine_request = await self._engine_request(request)
         try:
             self._llm.output_processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
             await self._add(engine_request)
@@ -96,16 +96,17 @@ class VllmSampler(Sampler):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self._llm.engine_core.add_request_async(engine_request)
-        except EngineDeadError as error:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._llm.engine_core.add_request_async(engine_request)
+        except (EngineDeadError, TimeoutError) as error:
             raise _failure(error) from error
 
-    async def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
+    def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
         """vLLM's form of the request. The rows of a group share all but id and seed, and vLLM checks them once."""
         asked = (request.prompt_ids, request.sampling, self._version)
         prompt_ids, sampling, version = self._prepared_for
         if prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
-            self._prepared = await self._prepare(request)
+            self._prepared = self._prepare(request)
             self._prepared_for = asked
         assert self._prepared is not None and self._prepared.sampling_params is not None
         engine_request, params = copy(self._prepared), copy(self._prepared.sampling_params)
@@ -114,15 +115,14 @@ class VllmSampler(Sampler):
         engine_request.request_id = engine_request.external_req_id = request.request_id
         return engine_request
 
-    async def _prepare(self, request: SamplingRequest) -> EngineCoreRequest:
+    def _prepare(self, request: SamplingRequest) -> EngineCoreRequest:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
-        tasks = await self._llm.get_supported_tasks()
         salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
         params = _sampling_params(request.sampling)
         try:
-            return self._llm.input_processor.process_inputs(request.request_id, salted, params, tasks)
+            return self._llm.input_processor.process_inputs(request.request_id, salted, params, ("generate",))
         except (VLLMValidationError, ValueError) as error:
             raise DataError(f"prompt cannot be sampled: {one_line(error)}") from error
 
