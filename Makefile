@@ -6,7 +6,8 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
+.PHONY: help setup demo test test-system test-deploy check protos docs lock
+.PHONY: bench bench-startup bench-reward bench-sampler staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -66,6 +67,9 @@ bench-startup: setup  ## time to the first trained batch, and to a sampler that 
 
 bench-reward: setup  ## throughput, latency and memory of the reward service (writes JSON)
 	@$(BIN)/python benchmarks/reward.py $(ARGS)
+
+bench-sampler: setup  ## tokens per second and CPU time of a sampler over those of raw vLLM (writes JSON)
+	@$(BIN)/python benchmarks/sampler.py $(ARGS)
 
 staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
