@@ -7,7 +7,7 @@ EXTRA ?=
 BIN := .venv/bin
 
 .PHONY: help setup demo test test-system test-deploy check protos docs lock
-.PHONY: bench bench-startup bench-reward bench-sampler staleness
+.PHONY: bench bench-startup bench-reward bench-sampler bench-trl bench-size staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -70,6 +70,12 @@ bench-reward: setup  ## throughput, latency and memory of the reward service (wr
 
 bench-sampler: setup  ## tokens per second and CPU time of a sampler over those of raw vLLM (writes JSON)
 	@$(BIN)/python benchmarks/sampler.py $(ARGS)
+
+bench-trl: setup  ## the same training with TRL and with Tandem, in turns: 45 minutes (writes JSON)
+	@$(BIN)/python benchmarks/against_trl.py $(ARGS)
+
+bench-size: setup  ## a model of 494 M parameters through the whole ring: memory and seconds (writes JSON)
+	@$(BIN)/python benchmarks/real_size.py $(ARGS)
 
 staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)

@@ -273,14 +273,8 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Without a GPU, checks that engines, trainer and the jobs of an embedded Redis fit into free memory."""
     if gpu_ids() or facts is None:
         return
-    rollout, lora = recipe.rollout, recipe.trainer.lora
-    weights = facts.num_parameters * _weight_bytes(recipe)
-    engines = rollout.num_replicas * _sampler_bytes(recipe, facts)
-    training = recipe.trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
-    if lora is not None:
-        training += weights  # they are the reference, too
-    else:
-        training += facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + recipe.trainer.needs_reference * weights
+    rollout = recipe.rollout
+    engines, training = memory_need_bytes(recipe, facts)
     jobs = 0 if external_redis_url(recipe) else job_bytes(recipe)
     free = free_memory_bytes()
     if engines + training + jobs > free:
@@ -291,6 +285,15 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
             f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or "
             "end other programs"
         )
+
+
+def memory_need_bytes(recipe: Recipe, facts: ModelFacts) -> tuple[float, float]:
+    """Estimates what all engines need on CPUs, and what the trainer needs without its activations."""
+    trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
+    training = trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
+    policy = facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + trainer.needs_reference * weights
+    training += policy if trainer.lora is None else weights  # with adapters they are the reference, too
+    return recipe.rollout.num_replicas * _sampler_bytes(recipe, facts), training
 
 
 def check_added_samplers(recipe: Recipe, added: int) -> None:
