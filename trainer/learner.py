@@ -1,7 +1,7 @@
 """The learner: one rank of the policy's training. It turns planned batches into new weights and knows no Redis, no gRPC
 and no particular backend.
 
-N: loss tokens, flat: of the batch, or of a micro-batch.
+N: loss tokens, flat: of the batch, or of a micro-batch. R: trajectories.
 """
 
 from __future__ import annotations
@@ -317,8 +317,11 @@ class Learner(Rank):
 
 def _mean_advantages(layout: BatchLayout, advantages_N: Tensor) -> dict[TrajectoryKey, float]:
     """The mean advantage of each trajectory that has loss tokens."""
-    parts = advantages_N.cpu().split(layout.lengths_R.tolist())  # one copy from a GPU, not one for each trajectory
-    return {key: float(part.mean()) for key, part in zip(layout.trajectories, parts, strict=True) if len(part)}
+    rows_N = torch.arange(len(layout.trajectories)).repeat_interleave(layout.lengths_R)
+    sums_R = torch.zeros(len(layout.trajectories), dtype=torch.float64).index_add_(0, rows_N, advantages_N.cpu().double())
+    means = (sums_R / layout.lengths_R).tolist()
+    has_tokens = (layout.lengths_R > 0).tolist()
+    return {key: mean for key, mean, some in zip(layout.trajectories, means, has_tokens, strict=True) if some}
 
 
 def _mean(norms: Sequence[float]) -> float:

@@ -51,7 +51,8 @@ ENGINE_BYTES = 1e9
 """Resident memory of one engine without its weights and its KV cache, and of one trainer rank without its state."""
 OPTIMIZER_BYTES_PER_PARAMETER = 12
 """The float32 master weight and AdamW's two moments."""
-TRAINING_BYTES_PER_PARAMETER = 16
+_TRAINING_BYTES = {"float32": (17, 29, 29, 36), "bfloat16": (23, 22, 27, 31)}
+"""Bytes that one rank takes at its peak for each trained parameter, measured at each ZeRO stage."""
 REDIS_SECONDS = 2.0
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
 _LOG_COPIES = 3  # Redis's append-only file is rewritten at twice its size: both files are then on disk
@@ -273,14 +274,16 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Without a GPU, checks that engines, trainer and the jobs of an embedded Redis fit into free memory."""
     if gpu_ids() or facts is None:
         return
-    rollout, lora = recipe.rollout, recipe.trainer.lora
+    rollout, trainer = recipe.rollout, recipe.trainer
     weights = facts.num_parameters * _weight_bytes(recipe)
     engines = rollout.num_replicas * _sampler_bytes(recipe, facts)
-    training = recipe.trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
-    if lora is not None:
-        training += weights  # they are the reference, too
+    stage, by_stage = trainer.resolved_zero_stage, _TRAINING_BYTES[trainer.dtype]
+    training = trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * by_stage[3]  # always partitioned
+    copies = 1 if stage == 3 else trainer.num_ranks
+    if trainer.lora is not None:
+        training += copies * weights  # they are the reference, too
     else:
-        training += facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + recipe.trainer.needs_reference * weights
+        training += copies * facts.num_parameters * by_stage[stage] + trainer.needs_reference * weights
     jobs = 0 if external_redis_url(recipe) else job_bytes(recipe)
     free = free_memory_bytes()
     if engines + training + jobs > free:

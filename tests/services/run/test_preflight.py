@@ -357,13 +357,17 @@ def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, m
 
     engine = 8 + 1 + 1.1  # two copies of the weights, and the overhead of a sampler and a rank
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
-    assert fits(plain, facts, engine + 16.1) and not fits(plain, facts, engine + 15)
-    assert fits(plain, with_critic, engine + 32.1) and not fits(plain, with_critic, engine + 31)
+    assert fits(plain, facts, engine + 17.1) and not fits(plain, facts, engine + 16)
+    assert fits(plain, with_critic, engine + 53.1) and not fits(plain, with_critic, engine + 52), "ZeRO-3 takes 36"
     assert fits(adapters, facts, engine + 8.1) and not fits(adapters, facts, engine + 7), "a sampler keeps the base"
     assert fits(recipe_of(values, trainer={"lora": {"broadcast": "merged"}}), facts, engine + 4.1)
     held_to_the_first = recipe_of(values, trainer=penalty)
-    assert fits(held_to_the_first, facts, engine + 20.1) and not fits(held_to_the_first, facts, engine + 19)
+    assert fits(held_to_the_first, facts, engine + 21.1) and not fits(held_to_the_first, facts, engine + 20)
     assert fits(recipe_of(values, trainer={**penalty, "lora": {}}), facts, engine + 8.1), "the base weights are held to"
+    partitioned = recipe_of(values, trainer={"num_ranks": 2})
+    assert fits(partitioned, facts, engine + 1 + 36.1) and not fits(partitioned, facts, engine + 36)
+    whole = recipe_of(values, trainer={"num_ranks": 2, "zero_stage": 0})
+    assert fits(whole, facts, engine + 1 + 34.1) and not fits(whole, facts, engine + 34), "each rank holds all"
 
 
 def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
