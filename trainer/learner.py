@@ -26,6 +26,7 @@ from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_ev
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
@@ -317,11 +318,9 @@ class Learner(Rank):
 
 def _mean_advantages(layout: BatchLayout, advantages_N: Tensor) -> dict[TrajectoryKey, float]:
     """The mean advantage of each trajectory that has loss tokens."""
-    rows_N = torch.arange(len(layout.trajectories)).repeat_interleave(layout.lengths_R)
-    sums_R = torch.zeros(len(layout.trajectories), dtype=torch.float64).index_add_(0, rows_N, advantages_N.cpu().double())
-    means = (sums_R / layout.lengths_R).tolist()
-    has_tokens = (layout.lengths_R > 0).tolist()
-    return {key: mean for key, mean, some in zip(layout.trajectories, means, has_tokens, strict=True) if some}
+    means_R = row_means(advantages_N.cpu().double(), layout.lengths_R)
+    found = zip(layout.trajectories, means_R.tolist(), layout.lengths_R.tolist(), strict=True)
+    return {key: mean for key, mean, length in found if length}
 
 
 def _mean(norms: Sequence[float]) -> float:

@@ -1,11 +1,13 @@
 """The DeepSpeed backend (see `Backend`): ZeRO stages 0 to 3. Nothing is compiled, neither by DeepSpeed nor by torch."""
 
+# ruff: noqa: E402 (what DeepSpeed reads is set before it is imported)
 from __future__ import annotations
 
 import copyreg
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +22,16 @@ import torch
 # loading torch's compiler (1 s) for an optimizer that DeepSpeed decorates with torch.compile.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# DeepSpeed's autotuner, which nothing here uses, imports MLflow where it is installed. That takes a second.
+_skips_mlflow = "mlflow" not in sys.modules
+if _skips_mlflow:
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # makes the import fail
 
 import deepspeed
+
+if _skips_mlflow:
+    del sys.modules["mlflow"]
+
 import deepspeed.comm.comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
