@@ -56,7 +56,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
         stage, dtype = recipe.trainer.resolved_zero_stage, recipe.trainer.dtype
-        log.info("trains with ZeRO stage %d: %d ranks, %s", stage, learner.world_size, dtype)
+        log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
