@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.process_usage import peak_memory, peaks, run_measured  # noqa: E402
 from tandem.services.config import Recipe, load_recipe  # noqa: E402
+from tandem.services.run.estimates import memory_need_bytes  # noqa: E402
 from tandem.services.run.model_check import check_model  # noqa: E402
-from tandem.services.run.preflight import memory_need_bytes  # noqa: E402
 
 QWEN_0_5B = {
     "vocab_size": 151_936,

@@ -1,7 +1,7 @@
 """The learner: one rank of the policy's training. It turns planned batches into new weights and knows no Redis, no gRPC
 and no particular backend.
 
-N: loss tokens, flat: of the batch, or of a micro-batch.
+N: loss tokens, flat: of the batch, or of a micro-batch. R: trajectories.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_ev
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
@@ -317,8 +318,9 @@ class Learner(Rank):
 
 def _mean_advantages(layout: BatchLayout, advantages_N: Tensor) -> dict[TrajectoryKey, float]:
     """The mean advantage of each trajectory that has loss tokens."""
-    parts = advantages_N.cpu().split(layout.lengths_R.tolist())  # one copy from a GPU, not one for each trajectory
-    return {key: float(part.mean()) for key, part in zip(layout.trajectories, parts, strict=True) if len(part)}
+    means_R = row_means(advantages_N.cpu().double(), layout.lengths_R)
+    found = zip(layout.trajectories, means_R.tolist(), layout.lengths_R.tolist(), strict=True)
+    return {key: mean for key, mean, length in found if length}
 
 
 def _mean(norms: Sequence[float]) -> float:

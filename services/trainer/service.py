@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -33,6 +34,8 @@ from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 
+log = logging.getLogger(__name__)
+
 _STOPPED = 143  # exit code of SIGTERM: stopped, not finished
 
 
@@ -51,6 +54,9 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     may also have been ended by an order.
     """
     learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
+    if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
+        stage, dtype = recipe.trainer.resolved_zero_stage, recipe.trainer.dtype
+        log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)

@@ -137,7 +137,7 @@ def test_resume_is_bit_exact(make_learner: MakeLearner, tmp_path: Path, engine_s
 def test_a_checkpoint_of_another_engine_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "000001"
     make_learner(zero_stage=1).save(folder, 1)
-    with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 3: resume with 1"):
+    with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 0: resume with 1"):
         make_learner().load(folder)
     with pytest.raises(ConfigError, match=r"trainer\.backend = deepspeed, not fsdp: resume with deepspeed") as failure:
         make_learner(backend="fsdp").load(folder)
