@@ -41,6 +41,9 @@ class Rates:
     batch_seconds: float
     token_seconds: float
     publish_seconds: float = 0.0
+    """The trainer stands still for so long to publish a version."""
+    publication_seconds: float = 0.0
+    """A version then takes so long to reach the samplers, beside the training of the next one."""
     stall_seconds: float = 0.0
     """Samplers stand still for so long at each update."""
     score_seconds: float = 0.0
@@ -144,6 +147,11 @@ class Ring:
         self._free_scorers = setting.scorers
         self._scored: deque[int] = deque()
         self._version = 0
+        """The published version."""
+        self._trained_version = 0
+        self._publishing = False
+        self._next_publication: Callable[[], None] | None = None
+        """Of a batch that is trained while the version before is still on its way."""
         self._trainer_busy = False
         self._training: _Training | None = None
         self._speed = 1.0
@@ -299,17 +307,37 @@ class Ring:
         self._trainer_busy = True
         batch = [self._scored.popleft() for _ in range(self._setting.groups_per_batch)]
         idle = self._now - self._idle_since
-        staleness = sum(self._version - self._version_of.pop(group) for group in batch) / len(batch)
+        staleness = sum(self._trained_version - self._version_of.pop(group) for group in batch) / len(batch)
         tokens = sum(self._size(group).trained_tokens for group in batch)
         rates, every = self._rates, self._setting.evaluate_every
         seconds = rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
-        if every and self._version and self._version % every == 0:
+        if every and self._trained_version and self._trained_version % every == 0:
             seconds += rates.evaluation_seconds
         self._training = _Training(seconds, self._now, lambda: self._publish(tuple(batch), idle, staleness))
         self._schedule_training()
         self._share_processors()
 
     def _publish(self, batch: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
+        """The batch is trained. Its version goes to the samplers once the one before is there."""
+        if self._publishing:
+            self._next_publication = lambda: self._publish(batch, idle_seconds, staleness)
+            return
+        self._trained_version += 1
+        for sampler in self._samplers:
+            self._advance(sampler)
+        self._write_line(batch, idle_seconds, staleness)
+        self._publishing = True
+        seconds = self._rates.publication_seconds
+        self._after(seconds, lambda: self._is_published(len(batch)))
+        evaluates, outputs = (
+            bool(every) and self._trained_version % every == 0
+            for every in (self._setting.evaluate_every, self._setting.output_every)
+        )
+        pause = (seconds if evaluates or outputs else 0.0) + (self._rates.output_seconds if outputs else 0.0)
+        self._after(pause, self._is_free)
+
+    def _is_published(self, num_groups: int) -> None:
+        self._publishing = False
         self._version += 1
         for sampler in self._samplers:
             self._advance(sampler)
@@ -317,12 +345,11 @@ class Ring:
                 self._busy_seconds += self._rates.stall_seconds
                 sampler.since = max(sampler.since, self._now) + self._rates.stall_seconds
                 self._schedule(sampler)
-        self._write_line(batch, idle_seconds, staleness)
-        self._outstanding -= len(batch)
+        self._outstanding -= num_groups
         self._after(HOP_SECONDS, self._admit)
-        every = self._setting.output_every
-        pause = self._rates.output_seconds if every and self._version % every == 0 else 0.0
-        self._after(pause, self._is_free)
+        waiting, self._next_publication = self._next_publication, None
+        if waiting:
+            waiting()
 
     def _is_free(self) -> None:
         self._trainer_busy = False
