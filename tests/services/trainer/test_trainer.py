@@ -19,6 +19,7 @@ from tandem.services.buffer.orders import Orders
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tandem.trainer.batch.record import recorded_versions
+from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
@@ -103,6 +104,26 @@ def test_a_version_is_published_while_the_next_one_trains_and_before_the_next_sn
         if version:
             assert events.index(("published", version - 1)) < events.index(("snapshot", version))
     assert [line["step"] for line in lines_of(recipe)] == [1, 2, 3, 4]
+
+
+def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batch_trains(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightsConfig, "sends_snapshots", False)
+    monkeypatch.setattr(WeightSender, "snapshot", None)
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(4 * P))
+    original, found = Learner.train, []
+
+    def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
+        found.append((batch.policy_version, buffer.published_version()))
+        return original(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(Learner, "train", observed_train)
+    assert train(recipe, redis_url)
+    assert found == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert len({line["weights_digest"] for line in lines_of(recipe)}) == 4
 
 
 def test_no_batch_is_recorded_beyond_the_last_one(tmp_path: Path, redis_url: str) -> None:
