@@ -307,10 +307,9 @@ class Ring:
         idle = self._now - self._idle_since
         staleness = sum(self._trained_version - self._version_of.pop(group) for group in batch) / len(batch)
         tokens = sum(self._size(group).trained_tokens for group in batch)
-        rates = self._rates
-        seconds = rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
+        seconds = self._rates.batch_seconds + self._rates.token_seconds * tokens + self._rates.publish_seconds
         if self._is_due(self._setting.evaluate_every):
-            seconds += rates.evaluation_seconds
+            seconds += self._rates.evaluation_seconds
         self._training = _Training(seconds, self._now, lambda: self._publish(tuple(batch), idle, staleness))
         self._schedule_training()
         self._share_processors()
@@ -357,7 +356,8 @@ class Ring:
         self._last = SimulatedBatch(self._now, 0.0, self._busy_seconds, self._steps, self._tokens, 0.0)
         line = SimulatedBatch(
             *(self._now - before.seconds, idle_seconds, self._busy_seconds - before.sampler_busy_seconds),
-            *(self._steps - before.sampler_steps, self._tokens - before.sampled_tokens, staleness, groups),
+            *(self._steps - before.sampler_steps, self._tokens - before.sampled_tokens, staleness),
+            groups=groups,
             unsampled=len(self._prompts),
             sampling=sum(sampler.groups for sampler in self._samplers),
             unscored=len(self._unscored) + self._setting.scorers - self._free_scorers,
