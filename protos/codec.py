@@ -171,23 +171,6 @@ _PLAIN_COLUMNS = [
 ]  # read as Python values; the three token columns stay arrays
 
 
-def prompt_of(payload: bytes) -> Prompt:
-    """Decodes the prompt of a group without its rows."""
-    return decode_prompt(pa.ipc.open_stream(payload).schema.metadata[PROMPT_KEY].decode())
-
-
-def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
-    """The reward components of each policy trajectory with a reward; the rest of the group is not decoded."""
-    batch = pa.ipc.open_stream(payload).read_next_batch()
-    names = ("segment", "role", "reward", "breakdown")
-    rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
-    return [
-        json.loads(breakdown)
-        for segment, role, reward, breakdown in rows
-        if segment == 0 and role == "policy" and reward is not None
-    ]
-
-
 def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
     return None if columns[0] is None else tuple(np.asarray(column, np.float32) for column in columns)
 

@@ -133,6 +133,11 @@ class WeightsConfig(Options):
     updated.
     """
 
+    @property
+    def sends_snapshots(self) -> bool:
+        """Whether versions are sent from a copy in host memory, beside training, and not from a GPU's memory."""
+        return self.backend in ("gloo", "disk")
+
 
 class SftConfig(Options):
     """`[sft]`: supervised warm start, used by `tandem sft`."""
