@@ -88,7 +88,7 @@ class TrainerConfig(AlgorithmConfig):
     packing: Literal["auto", "padded", "flat", "shared"] = "auto"
     """Whether the rows of a forward pass are padded to the longest (`padded`), concatenated without padding (`flat`),
     or concatenated with the prompt of several answers only once (`shared`). `auto` is shared for a batch if that leaves
-    at most 0.8 of the tokens and the model's attention allows it, else flat on GPUs whose variable-length attention
+    at most 0.85 of the tokens and the model's attention allows it, else flat on GPUs whose variable-length attention
     supports the model and dtype, else padded.
     """
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000

@@ -25,7 +25,7 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
-from tandem.trainer.batch.planning import padding_fraction, shared_fraction
+from tandem.trainer.batch.planning import packing_metrics
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
@@ -156,8 +156,7 @@ class Learner(Rank):
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else len(steps) - len(norms),
             "num_micro_batches": sum(batch.num_micro_batches),
-            "padding_fraction": padding_fraction(batch),
-            "shared_fraction": shared_fraction(batch),
+            **packing_metrics(batch),
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,

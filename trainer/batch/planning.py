@@ -8,7 +8,7 @@ from tandem.protos.types import Packing, PlannedRow, RowHeader, TrainBatch
 from tandem.trainer.batch.balance import assign_to_ranks, workload
 from tandem.trainer.batch.packing import SharedRow, pack, pack_flat, pack_shared, shared_tokens, shared_work
 
-SHARED_TOKENS = 0.8
+SHARED_TOKENS = 0.85
 """Prompts are shared if this fraction of the tokens is left to compute; gathering their keys and values has a cost."""
 
 
@@ -92,6 +92,11 @@ def _plan(
         num_micro_batches=tuple(num_micro_batches),
         packing=packing,
     )
+
+
+def packing_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How well the batch is packed."""
+    return {"padding_fraction": padding_fraction(batch), "shared_fraction": shared_fraction(batch)}
 
 
 def padding_fraction(batch: TrainBatch) -> float:

@@ -66,7 +66,8 @@ class SharedPrompts:
             sequences.append((len(row.ids) - size, firsts.get(prompt, 0), size))
             end += len(row.ids) - size
         ids_T = np.concatenate(parts).astype(np.int64)
-        return cls(device, ids_T, *np.array(sequences, np.int64).T, np.array(last))
+        lengths_S, prompts_S, prompt_lengths_S = np.array(sequences, np.int64).T
+        return cls(device, ids_T, lengths_S, prompts_S, prompt_lengths_S, np.array(last))
 
     @cached_property
     def starts_S(self) -> Indices:

@@ -52,8 +52,8 @@ class RowPacking:
         model mixes rows, or a model cannot run concatenated rows at all.
         """
         self._engines, self._rank = engines, rank
-        self._separate = [engine.module.config._attn_implementation for engine in engines]
-        self._used = self._separate
+        self._separate: list[str] = [engine.module.config._attn_implementation for engine in engines]
+        self._used: Sequence[str] = self._separate
         self._checked: set[Packing] = {"padded"}
         if wanted != "padded":
             found = [varlen_attention(engine.module, rank.device) for engine in engines]

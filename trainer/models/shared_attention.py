@@ -90,6 +90,8 @@ def _attend(
     key, value = _gather(key_THD, block.keys_RK), _gather(value_THD, block.keys_RK)
     window = None if window is None or window >= block.keys_RK.shape[1] else window
     is_causal = window is None and not block.has_prompts
+    if query.is_cuda and not is_causal:  # CUDA's fused kernels take no mask if several heads share a key
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     found = functional.scaled_dot_product_attention(
         query,
         key,
