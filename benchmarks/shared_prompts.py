@@ -97,7 +97,7 @@ def main() -> int:
         found = {name: _measure(learner, model, name, arguments.rounds, settings) for name in WORKLOADS}
         device = torch.cuda.get_device_name() if learner.device.type == "cuda" else "one core"
         learner.close()
-    command = "python benchmarks/shared_prompts.py " + " ".join(sys.argv[1:])
+    command = " ".join(["python benchmarks/shared_prompts.py", *sys.argv[1:]])
     record = {"command": command, "device": device, "torch": torch.__version__, "workloads": found}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
