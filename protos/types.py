@@ -97,7 +97,7 @@ class Segment:
     @property
     def num_prompt_tokens(self) -> int:
         """The number of tokens before the first loss token; 0 without a loss token."""
-        return int(self.loss_mask.argmax())
+        return int(self.loss_mask.argmax()) if len(self.loss_mask) else 0
 
 
 @dataclass(frozen=True, slots=True)
