@@ -272,3 +272,17 @@ def test_only_the_prompt_before_the_first_loss_token_is_shared() -> None:
     shared = SharedPrompts.of(rows, CPU)
     assert shared.ids_T.tolist() == [5, 6, 7, 8, 9, 7, 8, 9, *ids]
     assert shared.positions_BT[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_shared_prompts_with_variable_length_attention(make_learner: MakeLearner, model: Path) -> None:
+    losses = []
+    for packing in ("padded", "shared"):
+        learner = make_learner(packing=packing, dtype="bfloat16")
+        losses.append(learner.train(*batch_of(1, model, learner.packings[0], 2000)).metrics["loss"])
+    policy = learner._model.config
+    assert policy._attn_implementation == SHARED_PROMPTS
+    size = policy.hidden_size // policy.num_attention_heads
+    heads = policy.num_attention_heads, policy.num_key_value_heads
+    assert varlen_attention.kernel_runs(learner.device, torch.bfloat16, *heads, size)
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)
