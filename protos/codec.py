@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -235,10 +236,17 @@ def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
             spans=segment.spans,
             finish_reason=row.trajectory.finish_reason,
             temperature=row.trajectory.sampling.temperature,
+            num_prompt_tokens=segment.num_prompt_tokens,
+            prompt_digest=_digest(segment.ids[: segment.num_prompt_tokens]),
         )
         for row in group.scored_rows
         for number, segment in enumerate(row.trajectory.segments)
     )
+
+
+def _digest(ids: NDArray[np.int32]) -> int:
+    """48 bits, which JSON numbers hold in every language."""
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=6).digest())
 
 
 def encode_headers(headers: Sequence[RowHeader]) -> str:
@@ -247,8 +255,8 @@ def encode_headers(headers: Sequence[RowHeader]) -> str:
 
 
 def decode_headers(text: str) -> tuple[RowHeader, ...]:
-    """Decodes the output of `encode_headers`."""
-    fields = [dict(zip(_HEADER_FIELDS, row, strict=True)) for row in json.loads(text)]
+    """Decodes the output of `encode_headers`. Headers of older runs lack the last fields."""
+    fields = [dict(zip(_HEADER_FIELDS, row, strict=False)) for row in json.loads(text)]
     return tuple(RowHeader(**{**one, "spans": tuple(VersionSpan(*span) for span in one["spans"])}) for one in fields)
 
 

@@ -88,9 +88,11 @@ class TrainerConfig(AlgorithmConfig):
     """Optimizer steps per batch, which is split by group."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Maximum number of tokens (padding included) of one forward pass on one rank."""
-    packing: Literal["auto", "padded", "flat"] = "auto"
-    """Whether the rows of a forward pass are padded to the longest (`padded`) or concatenated without padding (`flat`).
-    `auto` is flat on GPUs whose variable-length attention supports the model and dtype, else padded.
+    packing: Literal["auto", "padded", "flat", "shared"] = "auto"
+    """Whether the rows of a forward pass are padded to the longest (`padded`), concatenated without padding (`flat`),
+    or concatenated with the prompt of several answers only once (`shared`). `auto` is shared for a batch if that leaves
+    at most 0.85 of the tokens and the model's attention allows it, else flat on GPUs whose variable-length attention
+    supports the model and dtype, else padded.
     """
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Consecutive groups that selection may reject before the run fails."""

@@ -25,7 +25,7 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
-from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.planning import packing_metrics
 from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
@@ -34,7 +34,7 @@ from tandem.trainer.checkpoints.state import prune_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients, next_coefficients
 from tandem.trainer.models.critic import Critic
-from tandem.trainer.models.flat_rows import check_row_separation, choose_packing
+from tandem.trainer.models.flat_rows import RowPacking
 from tandem.trainer.models.loading import load_model, model_folder
 from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics, token_logprobs
@@ -51,8 +51,8 @@ _FINAL_RATE = 0.1
 class Learner(Rank):
     """One of `world_size` ranks as given by environment variables (without them, the only one).
 
-    `optimizer_step` counts the policy's optimizer steps without skipped ones. `packing` is how new batches are planned;
-    a recorded batch is trained with the packing of its plan.
+    `optimizer_step` counts the policy's optimizer steps without skipped ones. `packings` are those of new batches; a
+    recorded batch is trained with the packing of its plan.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Learner(Rank):
         self._critic = self._load_critic()
         self._reference = self._load_reference()
         self._coefficients = first_coefficients(config.kl)
-        self.packing = choose_packing(config.packing, self._engines(), self)
+        self._packing = RowPacking(config.packing, self._engines(), self)
+        self.packings = self._packing.packings
 
     def _engines(self) -> list[TrainingEngine]:
         engines = [*self._trained_engines().values(), *([self._reference.engine] if self._reference else [])]
@@ -117,7 +118,7 @@ class Learner(Rank):
 
         Raises on every rank, before any weight changes:
             DataError: some rank's rows cannot be trained, or their rewards cannot be used.
-            ModelError: the plan concatenates rows and a model mixes such rows.
+            ModelError: the plan concatenates rows or shares prompts, and a model mixes such rows.
         """
         steps = self._micro_batches(batch, groups)
         rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
@@ -156,7 +157,7 @@ class Learner(Rank):
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else len(steps) - len(norms),
             "num_micro_batches": sum(batch.num_micro_batches),
-            "padding_fraction": padding_fraction(batch),
+            **packing_metrics(batch),
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
@@ -169,8 +170,7 @@ class Learner(Rank):
         return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        if batch.packing == "flat" and self.packing == "padded":  # recorded on a machine that concatenates rows
-            check_row_separation(self._engines(), self)
+        self._packing.use(batch.packing)  # that of a recorded batch may be another machine's
         steps, failure = [], None
         try:
             steps = rank_micro_batches(batch, groups, rank=self.rank, device=self.device)

@@ -51,14 +51,20 @@ class BatchSource:
     """
 
     def __init__(
-        self, buffer: Buffer, recipe: Recipe, incarnation: int, world_size: int, stop: threading.Event, packing: Packing
+        self,
+        buffer: Buffer,
+        recipe: Recipe,
+        incarnation: int,
+        world_size: int,
+        stop: threading.Event,
+        packings: Sequence[Packing],
     ) -> None:
         self._buffer = buffer
         self._recipe = recipe
         self._incarnation = incarnation
         self._world_size = world_size
         self._stop = stop
-        self._packing = packing
+        self._packings = packings
         self.survivors: dict[str, tuple[RowHeader, ...]] = {}
         """The groups claimed so far for the next batch."""
         self._consecutive_rejections = 0
@@ -178,7 +184,7 @@ class BatchSource:
             world_size=self._world_size,
             tokens_per_micro_batch=self._recipe.trainer.tokens_per_micro_batch,
             optimizer_steps=self._recipe.trainer.optimizer_steps_per_batch,
-            packing=self._packing,
+            packings=self._packings,
         )
 
 

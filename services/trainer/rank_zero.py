@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -80,7 +80,7 @@ class RankZero:
     """
 
     def __init__(
-        self, recipe: Recipe, buffer: Buffer, world_size: int, packing: Packing, stop: threading.Event
+        self, recipe: Recipe, buffer: Buffer, world_size: int, packings: Sequence[Packing], stop: threading.Event
     ) -> None:
         self._recipe = recipe
         self._buffer = buffer
@@ -101,7 +101,7 @@ class RankZero:
         samplers, scorers = self._service_figures()
         self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
         self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
-        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
+        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
         self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
         self._stack.callback(self._prefetch.close)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)

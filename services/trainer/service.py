@@ -65,7 +65,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         orders = Orders(buffer.connection)
         rank_zero = None
         if learner.rank == 0:
-            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
+            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packings, stop)
             stack.callback(rank_zero.close)
         finished = Trainer(recipe, buffer, learner, sender, rank_zero).run()
         if finished and rank_zero:

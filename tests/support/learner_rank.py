@@ -124,7 +124,7 @@ def train_whole_batch(
             world_size=learner.world_size,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
             optimizer_steps=config.optimizer_steps_per_batch,
-            packing=learner.packing,
+            packing=learner.packings[-1],
         )
         own = {row.group_id for row in batch.plan if learner.rank in (0, row.rank)}
         trains_all = learner.rank == 0 or version == 1 or config.packing == "flat" or case.broken

@@ -232,6 +232,7 @@ CONFIGS = {
     "uncorrected, stage 0": TrainerConfig(
         learning_rate=1e-3, correction="none", zero_stage=0, gradient_clip=0.1, loss={"clip_high": 0.3}
     ),
+    "shared prompts": TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=96, packing="shared"),
 }
 
 
@@ -251,6 +252,7 @@ def test_the_reference_loop_reproduces_the_learners_weights(
             policy_version=version,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
             optimizer_steps=config.optimizer_steps_per_batch,
+            packing="shared" if config.packing == "shared" else "padded",
         )
         write_record(tmp_path, batch, make_payloads(groups))
         assert learner.train(batch, by_id).changed

@@ -35,7 +35,7 @@ class Run:
 
     def source(self) -> BatchSource:
         incarnation = self.buffer.begin_incarnation()
-        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop, "padded")
+        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop, ("padded",))
 
 
 def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url: str) -> None:
