@@ -8,6 +8,7 @@ trainer/models/flat_rows.py checks the model's results at start-up.
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available
 
 TORCH_VARLEN = "torch_varlen"
+_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+"""Before torch 2.12, heads may share keys and values without being asked for."""
 
 
 def varlen_attention(model: Any, device: torch.device) -> str | None:
@@ -59,7 +62,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: tuple[int, int]
 ) -> Tensor:
     found = varlen.varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **_SHARED_HEADS
     )
     assert isinstance(found, Tensor)
     return found
