@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,30 +71,14 @@ def _compare_kernel(outcome: Outcome) -> None:
     rows = []
     for num_heads, num_shared, size, window in HEADS:
         lengths = lognormal_lengths(12, median=200, longest=900, seed=size)
-        ends = torch.tensor([0, *lengths], device=device()).cumsum(0).to(torch.int32)
         states = [
             torch.randn(1, heads, sum(lengths), size, device=device(), dtype=torch.bfloat16)
             for heads in (num_heads, num_shared, num_shared)
         ]
         slope = torch.randn(sum(lengths), num_heads, size, device=device(), dtype=torch.bfloat16)
 
-        def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            found, _ = torch_varlen_attention(
-                SimpleNamespace(is_causal=True),  # type: ignore[arg-type]
-                query,
-                key,
-                value,
-                None,
-                sliding_window=window,
-                cu_seq_lens_q=ends,
-                max_length_q=max(lengths),
-            )
-            return found[0]
-
-        def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            parts = zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True)
-            return torch.cat([_row_attention(*part, window)[0] for part in parts])
-
+        packed = partial(_packed_attention, lengths=lengths, window=window)
+        alone = partial(_separate_attention, lengths=lengths, window=window)
         expected = _with_gradients(alone, [one.float() for one in states], slope.float())
         yardstick = _errors(_with_gradients(alone, states, slope), expected)
         errors = _errors(_with_gradients(packed, states, slope), expected)
@@ -103,6 +88,21 @@ def _compare_kernel(outcome: Outcome) -> None:
         rows += [[kind, "row by row", *(f"{one:.1e}" for one in yardstick)]]
     outcome.lines.append("The kernel in bfloat16 against float32, relative L2 errors over 12 rows of random states:")
     outcome.table(("query/key heads", "way", "output", "∂query", "∂key", "∂value"), rows)
+
+
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, *, lengths: list[int], window: int | None) -> Tensor:
+    """(1, H, T, D) of all rows → (T, H, D)."""
+    ends = torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
+    module: Any = SimpleNamespace(is_causal=True)
+    arguments: Any = {"sliding_window": window, "cu_seq_lens_q": ends, "max_length_q": max(lengths)}
+    found, _ = torch_varlen_attention(module, query, key, value, None, **arguments)
+    return found[0]
+
+
+def _separate_attention(query: Tensor, key: Tensor, value: Tensor, *, lengths: list[int], window: int | None) -> Tensor:
+    """The same, one row at a time."""
+    parts = zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True)
+    return torch.cat([_row_attention(*part, window)[0] for part in parts])
 
 
 def _row_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

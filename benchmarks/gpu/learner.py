@@ -204,8 +204,8 @@ def _compare_with_cpu(outcome: Outcome, backend: str, folder: Path) -> None:
     norm_error = max(abs(one - other) / other for one, other in zip(gpu_norms, cpu_norms, strict=True))
     outcome.lines.append(
         f"{backend}, float32, {CHECKED_VERSIONS} batches of a small model: the gradient norms differ by at most "
-        f"{norm_error:.1e} between GPU and CPU (limit {MOST_NORM_ERROR:.0e}), the weights' update by {update_error:.1e} "
-        f"of its norm (limit {MOST_UPDATE_ERROR:.0e})."
+        f"{norm_error:.1e} between GPU and CPU (limit {MOST_NORM_ERROR:.0e}), the weights' updates by "
+        f"{update_error:.1e} of their norm (limit {MOST_UPDATE_ERROR:.0e})."
     )
     outcome.require(norm_error <= MOST_NORM_ERROR, f"{backend}: gradient norms differ by {norm_error:.1e}")
     outcome.require(update_error <= MOST_UPDATE_ERROR, f"{backend}: updates differ by {update_error:.1e}")
