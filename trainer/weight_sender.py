@@ -169,7 +169,7 @@ class WeightSender:
             if exported:
                 self._exported.append(buffer)
             specs.append(spec)
-            buffers.append(buffer.to(_CPU))
+            buffers.append(_in_host_memory(buffer))
         if self._source.rank != 0:
             return manifest
         sent = replace(manifest, buckets=tuple(specs))
@@ -255,3 +255,10 @@ class WeightSender:
             return self.copy
         assert self._base_buffers is not None, "the base is held from the first version on"
         return WeightCopy(with_base(self.copy.manifest), self._base_buffers + self.copy.buffers)
+
+
+def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, or a copy of one on a GPU in pinned memory, which torch uses again once no version holds it."""
+    if buffer.device == _CPU:
+        return buffer
+    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True).copy_(buffer)
