@@ -40,7 +40,7 @@ def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[
     """
     if wanted == "padded":
         return "padded"
-    found = [varlen_attention(engine.module, rank.device) for engine in engines]
+    found = [varlen_attention(engine.module, rank.device, engine.dtype) for engine in engines]
     if wanted == "auto" and not rank.all_agree(None not in found):
         return "padded"
     before = [engine.module.config._attn_implementation for engine in engines]
@@ -65,7 +65,7 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
     """Raises ModelError, on every rank, if a model mixes concatenated rows or cannot run them."""
     for engine in engines:
         leak, apart = measure_row_mixing(engine, rank.device)
-        most_leak, most_apart = _MOST.get(next(engine.module.parameters()).dtype, _MOST_IN_HALF_PRECISION)
+        most_leak, most_apart = _MOST.get(engine.dtype, _MOST_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
                 f"{type(engine.module).__name__} does not keep rows apart that are packed end to end (leak {leak:.1g} "

@@ -2,8 +2,8 @@
 instead of the square of their sum.
 
 Uses flash attention's package through transformers if it is installed, else the copy in torch's CUDA builds, registered
-as an attention implementation of transformers. Half precision on CUDA only. **Not tested on a GPU**;
-trainer/models/flat_rows.py checks the model's results at start-up.
+as an attention implementation of transformers. Half precision on CUDA only. benchmarks/gpu_proof.py compares it with
+padded rows; trainer/models/flat_rows.py checks the model's results at start-up.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen
 """Before torch 2.12, heads may share keys and values without being asked for."""
 
 
-def varlen_attention(model: Any, device: torch.device) -> str | None:
-    """The argument for `model.set_attn_implementation`; None if this model, its dtype or this device has no
-    implementation.
+def varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The argument for `model.set_attn_implementation`; None if this model, the dtype of its forward pass or this
+    device has no implementation.
     """
-    dtype = next(model.parameters()).dtype
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if not model._supports_flash_attn or model._compatible_flash_implementations:
