@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
+.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward gpu-proof staleness protos docs lock
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ bench-startup: setup  ## time to the first trained batch, and to a sampler that 
 
 bench-reward: setup  ## throughput, latency and memory of the reward service (writes JSON)
 	@$(BIN)/python benchmarks/reward.py $(ARGS)
+
+gpu-proof: setup  ## what the GPUs of this machine can show (writes benchmarks/records/gpu.md)
+	@$(BIN)/python benchmarks/gpu_proof.py $(ARGS)
 
 staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)

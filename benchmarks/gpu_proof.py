@@ -51,6 +51,7 @@ class Result:
     lines: list[str] = field(default_factory=list)
 
 
+RING_PACKAGES = ("deepspeed", "grpc", "grpc_health", "redis", "pydantic", "typer", "peft", "pyarrow", "psutil")
 PARTS = (
     Part("learner-fsdp", "The learner, FSDP", "learner", 400, ("fsdp",), tiny_on_cpu=True),
     Part(
@@ -64,6 +65,10 @@ PARTS = (
     ),
     Part("attention", "Variable-length attention", "attention", 300),
     Part("ipc", "Weights by CUDA IPC between two processes", "weights_ipc", 180),
+    Part("logprobs", "Log-probs by chunks of the head", "logprobs", 120, tiny_on_cpu=True),
+    Part("tests", "Tests marked `gpu`", "marked_tests", 240, ("gpu",), packages=("pytest", "pytest_timeout")),
+    Part("nccl", "Weights by NCCL between two GPUs", "marked_tests", 240, ("nccl",), packages=("pytest",), num_gpus=2),
+    Part("ring", "A run on one GPU", "ring", 240, packages=RING_PACKAGES, tiny_on_cpu=True),
 )
 
 
@@ -107,6 +112,7 @@ def run_part(part: Part, machine: Machine, size: str) -> Result:
         output = done.stdout.decode(errors="replace")
         if done.returncode or not file.exists():
             return _failed(part, f"exit code {done.returncode}", began, output)
+        print(output, flush=True)
         outcome = json.loads(file.read_text())
     if outcome["failures"]:
         reason = "; ".join(outcome["failures"])

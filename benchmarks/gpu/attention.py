@@ -55,7 +55,7 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as name:
         folder = write_model(Path(name) / "model", dtype="float32", initializer_range=0.05, **shape)
         model: Any = load_model(folder, "bfloat16").to(device())
-        chosen = varlen_attention(model, device())
+        chosen = varlen_attention(model, device(), torch.bfloat16)
         outcome.require(chosen is not None, "no variable-length attention was found for a bfloat16 model")
         if chosen is None:
             return
@@ -178,8 +178,12 @@ def _compare_model(outcome: Outcome, folder: Path, model: Any, attention: dict[P
 
 def _time_batches(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabulary: int) -> None:
     lines = []
-    for median, longest in ((300, 4096), (1000, 7900)):
-        answers = lognormal_lengths(64, median=median, longest=longest, seed=median)
+    mixed = [6000, *lognormal_lengths(63, median=60, longest=1500, seed=3, sigma=1.0)]
+    for kind, answers in (
+        ("median 300", lognormal_lengths(64, median=300, longest=4096, seed=300)),
+        ("median 1000", lognormal_lengths(64, median=1000, longest=7900, seed=1000)),
+        ("one long, others median 60", mixed),
+    ):
         rows = _rows(answers, vocabulary, seed=2)
         lengths = [len(row.segment.ids) for row in rows]
         bins = {"padded": pack(lengths, BUDGET), "flat": pack_flat(lengths, BUDGET)}
@@ -193,12 +197,12 @@ def _time_batches(outcome: Outcome, model: Any, attention: dict[Packing, str], v
             for batch in batches[packing]:
                 _backward(model, batch)
 
-        padded, flat = timed_rounds([lambda: train("padded"), lambda: train("flat")], repeats=5, warm_ups=1)
+        padded, flat = timed_rounds([lambda: train("padded"), lambda: train("flat")], repeats=3, warm_ups=1)
         ratio = statistics.median(one / other for one, other in zip(flat, padded, strict=True))
         computed = sum(batch.ids_BT.numel() for batch in batches["padded"])
         lines.append(
             [
-                f"median {median}, longest {max(answers)}",
+                f"{kind}, longest {max(answers)}",
                 f"{sum(lengths):,}",
                 f"{1 - sum(lengths) / computed:.1%}",
                 f"{len(bins['padded'])} / {len(bins['flat'])}",
@@ -209,7 +213,7 @@ def _time_batches(outcome: Outcome, model: Any, attention: dict[Packing, str], v
         )
     outcome.lines.append(
         f"Forward and backward of 64 rows ({PROMPT_TOKENS} prompt tokens each, answers of lognormal lengths), planned "
-        f"with {BUDGET} tokens a micro-batch; ratio: median of 5 rounds' ratios:"
+        f"with {BUDGET} tokens a micro-batch; ratio: median of 3 rounds' ratios:"
     )
     outcome.table(
         (

@@ -7,6 +7,7 @@ pass. What gradient checkpointing and chunked log-probs recompute is not counted
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -42,6 +43,8 @@ MOST_UPDATE_ERROR = 1e-2
 """Of the weights' update in float32: AdamW divides by the gradient's size, so where it is nearly 0 rounding decides."""
 MOST_NORM_ERROR = 1e-4
 CHECKED_VERSIONS = 3
+MOST_LEFT_BYTES = 1 << 30
+"""Memory that a closed learner may leave allocated on the GPU."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -64,14 +67,19 @@ def _measure_all(outcome: Outcome, size: str, backend: str, folder: Path) -> Non
     answers = [1024 if size == "full" else 32] * (64 if size == "full" else 8)
     product = matrix_rate()
     rows, peaks = [], []
-    budgets = [(False, 8192), (True, 8192), (True, 32768)] if size == "full" else [(False, 1024), (True, 1024)]
+    budgets = [(False, 8192), (True, 32768)] if size == "full" else [(False, 1024), (True, 1024)]
     for checkpointing, budget in budgets:
         config = TrainerConfig(
-            backend=backend, dtype=dtype, gradient_checkpointing=checkpointing, tokens_per_micro_batch=budget
+            backend=backend,
+            zero_stage=3,
+            dtype=dtype,
+            gradient_checkpointing=checkpointing,
+            tokens_per_micro_batch=budget,
         )
         found = _measure(config, model, shape, answers)
         rates = [found["flops"] / found[name] for name in ("forward_backward", "batch")]
         outcome.require(found["grad_norm"] > 0, f"{backend}: the gradient norm is {found['grad_norm']}")
+        outcome.require(found["left"] < MOST_LEFT_BYTES, f"{backend}: {found['left']} bytes remain after close()")
         peaks.append(found["peak"])
         rows.append(
             [
@@ -134,8 +142,9 @@ def _measure(config: TrainerConfig, model: Path, shape: dict[str, Any], answers:
         norm = float(learner.train(batch, by_id, before_step).metrics["grad_norm"])
         synchronize()
         times.append((ends[0] - began, time.perf_counter() - ends[0]))
+    _print_profile(learner, shape, config)
     specs = learner.parameter_specs()
-    found = {
+    found: dict[str, Any] = {
         "packing": learner.packing,
         "parameters": sum(_numel(one) for _, _, one in specs),
         "grad_norm": norm,
@@ -148,8 +157,28 @@ def _measure(config: TrainerConfig, model: Path, shape: dict[str, Any], answers:
     }
     learner.close()
     del learner
+    gc.collect()
     torch.cuda.empty_cache()
-    return found
+    return found | {"left": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0}
+
+
+def _print_profile(learner: Learner, shape: dict[str, Any], config: TrainerConfig) -> None:
+    """Prints the kernels that take most time in a batch of one micro-batch."""
+    if not torch.cuda.is_available():
+        return
+    rows = max(1, config.tokens_per_micro_batch // (PROMPT_TOKENS + 1024))
+    groups = random_groups(
+        [1024] * rows, num_samples=rows, prompt_length=PROMPT_TOKENS, vocabulary=shape["vocab_size"], seed=9
+    )
+    batch, by_id = _batch(groups, 9, config.tokens_per_micro_batch, learner.packing)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        learner.train(batch, by_id)
+        synchronize()
+    print(f"{config.backend}, checkpointing {config.gradient_checkpointing}, one micro-batch of {rows} rows:")
+    kernels = [one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
+    for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[:12]:
+        print(f"{one.self_device_time_total / 1000:9.1f} ms {one.count:6d} × {one.key[:90]}", flush=True)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
