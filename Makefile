@@ -7,7 +7,7 @@ EXTRA ?=
 BIN := .venv/bin
 
 .PHONY: help setup demo test test-system test-deploy check protos docs lock
-.PHONY: bench bench-startup bench-reward bench-sampler bench-trl bench-size staleness
+.PHONY: bench bench-startup bench-reward bench-sampler bench-trl bench-size gpu-proof staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -76,6 +76,9 @@ bench-trl: setup  ## the same training with TRL and with Tandem, in turns: 45 mi
 
 bench-size: setup  ## a model of 494 M parameters through the whole ring: memory and seconds (writes JSON)
 	@$(BIN)/python benchmarks/real_size.py $(ARGS)
+
+gpu-proof: setup  ## what the GPUs of this machine can show (writes benchmarks/records/gpu.md)
+	@$(BIN)/python benchmarks/gpu_proof.py $(ARGS)
 
 staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)

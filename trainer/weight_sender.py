@@ -193,7 +193,7 @@ class WeightSender:
             if exported:
                 self._exported.append(buffer)
             specs.append(spec)
-            buffers.append(buffer.to(_CPU))
+            buffers.append(_in_host_memory(buffer))
         if self._source.rank != 0:
             return manifest
         sent = replace(manifest, buckets=tuple(specs))
@@ -285,3 +285,10 @@ def _with_digests(buckets: Sequence[BucketSpec], snapshot: WeightSnapshot) -> It
     """Every bucket of a snapshot, with its digest."""
     for spec, buffer in zip(buckets, snapshot, strict=True):
         yield replace(spec, digest=append_digest(spec, buffer)), buffer
+
+
+def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, or a copy of one on a GPU in pinned memory, which torch uses again once no version holds it."""
+    if buffer.device == _CPU:
+        return buffer
+    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True).copy_(buffer)

@@ -56,7 +56,7 @@ class RowPacking:
         self._used: Sequence[str] = self._separate
         self._checked: set[Packing] = {"padded"}
         if wanted != "padded":
-            found = [varlen_attention(engine.module, rank.device) for engine in engines]
+            found = [varlen_attention(engine.module, rank.device, engine.dtype) for engine in engines]
             if wanted == "flat" or rank.all_agree(None not in found):
                 self._use_flat(found, is_required=wanted == "flat")
         base: Packing = "flat" if "flat" in self._checked else "padded"
@@ -124,7 +124,7 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank, packing:
     """Raises ModelError, on every rank, if a model mixes rows packed in this way or cannot run them."""
     for engine in engines:
         leak, apart = measure_row_mixing(engine, rank.device, packing)
-        most_leak, most_apart = _MOST.get(next(engine.module.parameters()).dtype, _MOST_IN_HALF_PRECISION)
+        most_leak, most_apart = _MOST.get(engine.dtype, _MOST_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
                 f"{type(engine.module).__name__} does not keep rows apart that {_HOW[packing]} (leak {leak:.1g} "

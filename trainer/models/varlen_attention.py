@@ -2,12 +2,13 @@
 instead of the square of their sum.
 
 Uses flash attention's package through transformers if it is installed, else the copy in torch's CUDA builds, registered
-as an attention implementation of transformers. Half precision on CUDA only. **Not tested on a GPU**;
-trainer/models/flat_rows.py checks the model's results at start-up.
+as an attention implementation of transformers. Half precision on CUDA only. benchmarks/gpu_proof.py compares it with
+padded rows; trainer/models/flat_rows.py checks the model's results at start-up.
 """
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -20,13 +21,16 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available
 
 TORCH_VARLEN = "torch_varlen"
+_SHARED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
+"""Before torch 2.12, heads may share keys and values without being asked for."""
 
 
-def varlen_attention(model: Any, device: torch.device) -> str | None:
-    """The argument for `model.set_attn_implementation`; None if this model, its dtype or this device has no
-    implementation.
+def varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The argument for `model.set_attn_implementation`; None if this model, the dtype of its forward pass or this
+    device has no implementation.
     """
-    dtype = next(model.parameters()).dtype
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if not model._supports_flash_attn or model._compatible_flash_implementations:
@@ -78,7 +82,7 @@ def attend_varlen(
     value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     value = functional.pad(value, [0, missing]) if missing else value  # the kernel needs one size for all
     sides = left, 0 if is_causal else left
-    found = varlen.varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
+    found = varlen.varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=sides, **_SHARED_HEADS)
     assert isinstance(found, Tensor)
     return found[..., :value_size]
 

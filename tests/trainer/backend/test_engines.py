@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,17 @@ Learner(config, model_path=sys.argv[1], total_batches=1, seed=0, max_response_to
 """
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@every_engine
+def test_a_closed_engine_frees_its_weights(model: Path, engine_settings: Settings) -> None:
+    engine = engine_of(model, TrainerConfig(**engine_settings))
+    policy_step(engine, make_micro_batches(rows_each=8))
+    weight = weakref.ref(next(engine.module.parameters()))
+    engine.close()
+    del engine
+    gc.collect()
+    assert weight() is None
 
 
 @every_engine

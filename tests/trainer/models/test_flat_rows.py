@@ -225,7 +225,7 @@ def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
 ) -> None:
     assert make_learner().packings == ("padded", "shared")
     assert not _own_lines(caplog)
-    monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device: "eager")
+    monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device, dtype: "eager")
     learner = make_learner()
     assert learner.packings == ("flat",) and learner._model.config._attn_implementation == "eager"
     assert _own_lines(caplog) == [
@@ -254,3 +254,13 @@ def test_a_gpu_trains_flat_rows_with_variable_length_attention(make_learner: Mak
     assert learner.packings == ("flat", "shared")
     assert learner._model.config._attn_implementation in ("flash_attention_2", varlen_attention.TORCH_VARLEN)
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
+
+
+def test_the_dtype_of_the_forward_pass_decides_whether_rows_are_packed(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device, dtype: seen.append(dtype))
+    learner = make_learner(packing="auto", dtype="bfloat16", backend="fsdp")
+    assert next(learner._model.parameters()).dtype == torch.float32, "master weights"
+    assert seen == [torch.bfloat16]

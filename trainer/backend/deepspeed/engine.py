@@ -34,6 +34,7 @@ if _skips_mlflow:
 
 import deepspeed.comm.comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, distributed, nn
@@ -113,6 +114,9 @@ class DeepSpeedEngine(TrainingEngine):
 
     def close(self) -> None:
         self.deepspeed.destroy()
+        # Stage 3 adds the model to this list and never removes it, which would keep all of its memory.
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module is not self.module]
 
 
 def _load_file(path: str, map_location: Any = None) -> Any:
