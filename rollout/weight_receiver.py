@@ -26,7 +26,6 @@ from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
     BucketDigest,
-    BucketMemory,
     WeightGroup,
     bucket_tensors,
     check_bucket,
@@ -39,6 +38,7 @@ from tandem.rollout.sampler import TransferProgress
 
 _Arrivals = Iterator[tuple[BucketSpec, torch.Tensor, BucketDigest | None]]
 """Buckets, or differences, as they arrived, and what is known of their digests."""
+Staged = list[Any]  # names and tensors, or what an engine makes of them
 
 
 class _Transfer(threading.Thread):
@@ -81,7 +81,8 @@ class StagedReceiver:
 
     If a bucket fails its digest or the sender is gone, the whole version is dropped. `expected` maps the names of the
     model's parameters to their shapes; a manifest with other tensors is refused before any bucket is received. None
-    skips that check. `folder` may hold the base of adapters.
+    skips that check. `folder` may hold the base of adapters. `load` turns the tensors of a version, beside the running
+    engine, into what `take` returns.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class StagedReceiver:
         expected: Mapping[str, tuple[int, ...]] | None,
         optional: frozenset[str],
         folder: Path | None = None,
+        load: Callable[[list[tuple[str, torch.Tensor]]], Staged] = list,
     ) -> None:
         self._device = device
         self._rank = rank
@@ -99,8 +101,8 @@ class StagedReceiver:
         self._group: WeightGroup | None = None
         self._transfer: _Transfer | None = None
         self._base = BaseWeights(folder)
-        self._staged: list[tuple[str, torch.Tensor]] = []
-        self._memory = BucketMemory()
+        self._load = load
+        self._staged: Staged = []
         self._held: _Held | None = None
 
     def start_join(
@@ -121,8 +123,8 @@ class StagedReceiver:
         assert self._transfer is not None, "progress is asked for after a start"
         return self._transfer.progress
 
-    def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and tensors of the staged version and drops its references to them."""
+    def take(self) -> Staged:
+        """Returns what `load` made of the staged version, by default names and tensors, and drops it."""
         staged, self._staged = self._staged, []
         return staged
 
@@ -170,18 +172,21 @@ class StagedReceiver:
             except WeightTransferError as error:
                 fault = fault or error  # keep receiving: a member that stops reading breaks the group for all others
                 continue
-            if manifest.encoding == "delta":
+            is_kept = manifest.encoding == "delta"
+            if is_kept:
                 kept.append(buffer)
-                buffer = self._memory.empty_bucket(spec).copy_(buffer)  # a model may write to the tensors it loads
-            arrived += bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device))
+            # A model may write to the tensors that it loads, so it gets a copy of what is kept.
+            staged = buffer if manifest.adapters else buffer.to(self._device, copy=is_kept)
+            arrived += bucket_tensors(spec, staged)
         if fault is not None:
             raise fault
         if kept:
             self._held = _Held((manifest.incarnation, manifest.policy_version), kept)
         if manifest.adapters is not None:
             arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
+        loaded = self._load(arrived) if arrived else []
         if self._transfer is transfer:  # otherwise a newer transfer has replaced it
-            self._staged = arrived
+            self._staged = loaded
 
     def _check_names(self, manifest: WeightManifest) -> None:
         if manifest.adapters is not None:
@@ -205,9 +210,7 @@ class StagedReceiver:
         if group is None or group.address.group_name != group_name:
             raise WeightTransferError(f"this sampler is not in weight group {group_name}; it must join first")
         for spec in manifest.buckets:
-            on_cpu = group.device.type == "cpu"
-            buffer = self._memory.empty_bucket(spec) if on_cpu else empty_bucket(spec, group.device)
-            digest = None
+            buffer, digest = empty_bucket(spec, group.device), None
             try:
                 size = len(buffer)
                 if manifest.encoding == "delta":

@@ -64,6 +64,7 @@ class TransformersSampler(Sampler):
             group_store=arguments.group_store,
         )
         self._parameters = dict(model.named_parameters())
+        self._on_gpu = model.device.type == "cuda"
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._receiver = StagedReceiver(
             model.device,
@@ -117,6 +118,8 @@ class TransformersSampler(Sampler):
             for name, tensor in self._receiver.take():
                 if name in self._parameters:  # a head tied to the embedding may be sent too
                     self._parameters[name].copy_(tensor)
+            if self._on_gpu:  # the trainer overwrites shared memory once this update is acknowledged
+                torch.cuda.synchronize()
             self._stamp = (incarnation, policy_version)
             return time.perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""Differences from `WeightSender` to `StagedReceiver` over gloo, the chain that passes buckets on, and its memory."""
+"""Differences from `WeightSender` to `StagedReceiver` over gloo, the chain that passes buckets on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.manifest import encode_manifest
-from tandem.protos.types import BucketSpec, WeightManifest
-from tandem.protos.weight_group import DIGEST_BYTES, BucketDigest, BucketMemory, WeightGroup, bucket_digest
+from tandem.protos.types import WeightManifest
+from tandem.protos.weight_group import DIGEST_BYTES, BucketDigest, WeightGroup, bucket_digest
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
@@ -158,15 +158,3 @@ def test_a_digest_does_not_depend_on_how_the_bytes_arrive(words: int, ends: list
     for end in ends:
         digest.advance(end)
     assert digest.finish() == bucket_digest(bytes_)
-
-
-def test_memory_is_used_again_only_once_no_tensor_refers_to_it() -> None:
-    spec, memory = BucketSpec(64, ()), BucketMemory()
-    buffer = memory.empty_bucket(spec)
-    address, view = buffer.data_ptr(), buffer[4:8]
-    del buffer
-    assert memory.empty_bucket(spec).data_ptr() != address, "a view still refers to it"
-    del view
-    kept = [memory.empty_bucket(spec) for _ in range(2)]
-    assert address in {each.data_ptr() for each in kept}
-    assert len({each.data_ptr() for each in kept}) == 2

@@ -208,8 +208,10 @@ def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
     flipped = weights.clone()
     flipped[1:3, 1] *= -1  # flips the top bits of two words of one column, which a plain weighted sum would miss
     swapped = weights[[0, 2, 1, 3, 4, 5, 6, 7]]
-    digests = {bucket_digest(w.contiguous().view(-1).view(torch.uint8)) for w in (weights, flipped, swapped)}
-    assert len(digests) == 3
+    beside = weights.clone()
+    beside[1, 1:4:2] *= -1  # and of two words of one row
+    versions = (weights, flipped, beside, swapped)
+    assert len({bucket_digest(each.contiguous().view(-1).view(torch.uint8)) for each in versions}) == 4
 
 
 def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:

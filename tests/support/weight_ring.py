@@ -6,6 +6,7 @@ import copy
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Policy:
     """A transformers model as a source of weights; `step` changes it as a training step does, but by more."""
 
     rank = 0
+    stride = 1
+    """A step changes every `stride`-th weight."""
 
     def __init__(self, folder: Path) -> None:
         self.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -38,7 +41,8 @@ class Policy:
     def step(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter += 0.03 * torch.randn(parameter.shape, generator=self._generator)
+                changed = parameter.view(-1)[:: self.stride]
+                changed += 0.03 * torch.randn(changed.shape, generator=self._generator)
 
     def parameter_specs(self) -> Sequence[ParameterSpec]:
         return parameter_specs(self.model)
@@ -52,10 +56,14 @@ class Policy:
 class Ring:
     """An engine, a policy, and the sender between them. `models` holds the model of every version."""
 
-    def __init__(self, engine: EngineProcess, policy: Any, bucket_bytes: int, adapters: Any = None) -> None:
+    def __init__(
+        self, engine: EngineProcess, policy: Any, bucket_bytes: int, adapters: Any = None, encoding: str = "full"
+    ) -> None:
         self.engine = engine
         self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes, adapters=adapters, store=engine.group_store)
+        self.sender = WeightSender(
+            policy, bucket_bytes=bucket_bytes, adapters=adapters, store=engine.group_store, encoding=encoding
+        )
         self.models: dict[int, Qwen2ForCausalLM] = {}
         self.version: int = engine.call("policy_version")
         self.group_name = ""
@@ -73,6 +81,7 @@ class Ring:
         self.version += 1
         self.models[self.version] = copy.deepcopy(self.policy.model)
         manifest = self.sender.manifest(1, self.version, backend, location=location)
+        manifest = replace(manifest, base=self.sender.base)
         if self.sender.fetched_by_samplers(backend):
             sent = self.sender.broadcast(manifest, TIMEOUT)
             report = self.engine.submit("update_weights", sent, "", TIMEOUT).result(TIMEOUT)

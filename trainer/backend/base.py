@@ -27,12 +27,14 @@ def parameter_specs(module: nn.Module) -> tuple[ParameterSpec, ...]:
 class TrainingEngine(ABC):
     """A model and its optimizer with state spread over the ranks. All ranks call the same methods in the same order.
 
-    `module` is the model. Its parameters may be partitioned, so read them only through `gather`.
+    `module` is the model. Its parameters may be partitioned, so read them only through `gather`. `dtype` is that of the
+    forward pass; the parameters themselves may be kept in a wider one.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Records the parameter specs before the parameters are partitioned."""
+        """Records the parameter specs and dtype before the parameters are partitioned or widened."""
         self.module: Any = module
+        self.dtype = next(module.parameters()).dtype
         self.specs = parameter_specs(module)
         self.num_elements = sum(parameter.numel() for parameter in module.parameters())
         self.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

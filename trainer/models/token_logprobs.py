@@ -21,6 +21,8 @@ from torch.nn import functional
 
 _CHUNK_LOGITS = 1 << 25
 """Logits of one chunk: 128 MiB in float32; at most three copies exist at a time."""
+_CHUNK_LOGITS_ON_CUDA = 1 << 27
+"""Each chunk also reads and writes the gradient of the whole head; larger chunks do so less often."""
 
 
 class TokenStatistics(NamedTuple):
@@ -82,7 +84,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_wide_type(hidden_NH))
         entropy_N = torch.empty_like(logprobs_N) if entropy else None
         squared_N = torch.empty_like(logprobs_N) if squared_probs else None
-        for part in _chunks(len(hidden_NH), len(weight_VH)):
+        for part in _chunks(hidden_NH, weight_VH):
             logprobs_CV = _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part])
             logprobs_N[part] = logprobs_CV.gather(1, target_N[part, None]).squeeze(1)
             if entropy_N is None and squared_N is None:
@@ -105,7 +107,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_NH) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for part in _chunks(len(hidden_NH), len(weight_VH)):
+        for part in _chunks(hidden_NH, weight_VH):
             slopes_CV = _logit_gradient(
                 _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part]),
                 target_N[part],
@@ -174,6 +176,7 @@ def _wide_type(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, _CHUNK_LOGITS // vocabulary)
+def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
+    num_tokens, num_logits = len(hidden_NH), _CHUNK_LOGITS_ON_CUDA if hidden_NH.is_cuda else _CHUNK_LOGITS
+    size = max(1, num_logits // len(weight_VH))
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]

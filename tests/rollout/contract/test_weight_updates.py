@@ -165,6 +165,24 @@ def test_disk_a_private_copy_and_an_unchanged_version_give_the_same_weights(ring
     ring.update()
 
 
+def test_an_engine_that_gets_differences_samples_from_each_version(ring: Ring) -> None:
+    differences = Ring(ring.engine, ring.policy, bucket_bytes=64 << 10, encoding="delta")
+    differences.models = ring.models
+    differences.join()
+    differences.update()
+    whole_bytes = differences.sender.sent_bytes
+    ring.policy.stride = 16
+    for _ in range(4):
+        differences.update()
+        assert differences.sender.sent_bytes < whole_bytes / 4
+        assert differences.agrees()
+    ring.policy.stride = 1
+    ring.version = differences.version
+    ring.join()
+    ring.update()
+    assert ring.agrees()
+
+
 # ---- adapters ----
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,32 @@ def test_every_combination_trains_the_same_weights(model: Path, stage: int, dtyp
 
 
 @pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({}, 0),
+        ({"dtype": "bfloat16"}, 1),
+        ({"num_ranks": 2}, 3),
+        ({"num_nodes": 2}, 3),
+        ({"offload_parameters": True}, 3),
+        ({"offload_optimizer": True, "dtype": "bfloat16"}, 3),
+        ({"backend": "fsdp"}, 3),
+        ({"num_ranks": 2, "zero_stage": 1}, 1),
+    ],
+)
+def test_auto_partitions_where_there_are_several_ranks_or_an_offload(settings: dict[str, Any], stage: int) -> None:
+    config = TrainerConfig(**settings)
+    check_backend(config)
+    assert config.resolved_zero_stage == stage
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_sums_the_gradients_of_micro_batches_in_float32(model: Path, dtype: str) -> None:
+    engine = engine_of(model, TrainerConfig(dtype=dtype))
+    assert engine.deepspeed.get_data_types() == (getattr(torch, dtype), torch.float32)
+    engine.close()
+
+
+@pytest.mark.parametrize(
     ("settings", "remedy"),
     [
         ({"zero_stage": 0, "offload_optimizer": True}, "set trainer.zero_stage to 1, 2 or 3"),
@@ -167,6 +195,17 @@ Learner(config, model_path=sys.argv[1], total_batches=1, seed=0, max_response_to
 """
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@every_engine
+def test_a_closed_engine_frees_its_weights(model: Path, engine_settings: Settings) -> None:
+    engine = engine_of(model, TrainerConfig(**engine_settings))
+    policy_step(engine, make_micro_batches(rows_each=8))
+    weight = weakref.ref(next(engine.module.parameters()))
+    engine.close()
+    del engine
+    gc.collect()
+    assert weight() is None
 
 
 @every_engine
