@@ -242,6 +242,7 @@ class Samplers(Ring):
         self.sender = make_sender(policy)
         self.incarnation = self.buffer.begin_incarnation()
         self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
+        self.recipe = recipe
         self.samplers: list[FakeSampler] = []
 
     def based_sampler(self, sampler_id: str, folder: Path | None) -> FakeSampler:
@@ -260,16 +261,16 @@ def test_samplers_with_and_without_the_base_join_early_late_and_again(
     ring = Samplers(tmp_path, redis_url, AdapterPolicy(model), backend)
     try:
         with_it, without = ring.based_sampler("rollout-0", model), ring.based_sampler("rollout-1", None)
-        first = ring.publisher.publish(0, changed=True)
+        first = ring.publisher.publish(*ring.snapshot(0))
         assert first.samplers_acknowledged == 1 and ring.carries(with_it)
         assert first.weight_bytes == sum(bucket.num_bytes for bucket in ring.sender.manifest(1, 0, "gloo").buckets)
         eventually(lambda: ring.registered("rollout-1").state == "LIVE")
         assert ring.carries(without), "it got the base beside the training"
         for version in (1, 2):
             ring.policy.step()
-            assert ring.publisher.publish(version, changed=True).samplers_acknowledged == 2
+            assert ring.publisher.publish(*ring.snapshot(version)).samplers_acknowledged == 2
             assert ring.carries(with_it) and ring.carries(without)
-        assert ring.publisher.publish(3, changed=False).weight_bytes == 0
+        assert ring.publisher.publish(*ring.snapshot(3, changed=False)).weight_bytes == 0
 
         late = ring.based_sampler("rollout-2", model)
         eventually(lambda: ring.registered("rollout-2").state == "LIVE")
@@ -279,7 +280,7 @@ def test_samplers_with_and_without_the_base_join_early_late_and_again(
         eventually(lambda: ring.registered("rollout-1").state == "LIVE")
         assert ring.carries(without) and without.version == 3
         ring.policy.step()
-        assert ring.publisher.publish(4, changed=True).samplers_acknowledged == 3
+        assert ring.publisher.publish(*ring.snapshot(4)).samplers_acknowledged == 3
         assert all(ring.carries(sampler) for sampler in ring.samplers)
         assert not (tmp_path / "run" / "weights" / "with-base").exists()
     finally:
