@@ -158,6 +158,8 @@ class StagedReceiver:
             return
         self._check_names(manifest)
         held, self._held = self._held, None  # differences change its bits before they are checked
+        if manifest.base is None:
+            held = None  # frees its memory for the buckets that arrive
         kept: list[torch.Tensor] = []
         sources = {"disk": self._from_disk, "ipc": self._from_ipc}
         arrivals = sources.get(manifest.backend, self._from_group)(transfer, manifest, group_name)
