@@ -6,7 +6,8 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward gpu-proof staleness protos docs lock
+.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
+.PHONY: gpu-proof
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets

@@ -21,7 +21,8 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available
 
 TORCH_VARLEN = "torch_varlen"
-_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+_ACCEPTED = inspect.signature(varlen.varlen_attn).parameters
+_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ACCEPTED else {}
 """Before torch 2.12, heads may share keys and values without being asked for."""
 
 
