@@ -7,8 +7,7 @@ EXTRA ?=
 BIN := .venv/bin
 
 .PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
-.PHONY: gpu-proof
-.PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
+.PHONY: gpu-proof check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | \
