@@ -6,8 +6,9 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy check bench bench-startup bench-reward staleness protos docs lock
-.PHONY: gpu-proof check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
+.PHONY: help setup demo test test-system test-deploy check protos docs lock
+.PHONY: bench bench-startup bench-reward bench-sampler bench-trl bench-size gpu-proof staleness
+.PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | \
@@ -66,6 +67,15 @@ bench-startup: setup  ## time to the first trained batch, and to a sampler that 
 
 bench-reward: setup  ## throughput, latency and memory of the reward service (writes JSON)
 	@$(BIN)/python benchmarks/reward.py $(ARGS)
+
+bench-sampler: setup  ## tokens per second and CPU time of a sampler over those of raw vLLM (writes JSON)
+	@$(BIN)/python benchmarks/sampler.py $(ARGS)
+
+bench-trl: setup  ## the same training with TRL and with Tandem, in turns: 45 minutes (writes JSON)
+	@$(BIN)/python benchmarks/against_trl.py $(ARGS)
+
+bench-size: setup  ## a model of 494 M parameters through the whole ring: memory and seconds (writes JSON)
+	@$(BIN)/python benchmarks/real_size.py $(ARGS)
 
 gpu-proof: setup  ## what the GPUs of this machine can show (writes benchmarks/records/gpu.md)
 	@$(BIN)/python benchmarks/gpu_proof.py $(ARGS)

@@ -17,6 +17,7 @@ times, measured again over all runs at S = 0, differ by more than a quarter. The
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -123,9 +124,13 @@ def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str,
 
 
 def _phases(lines: list[dict[str, Any]]) -> tuple[float, float]:
-    """(generation, training) seconds of a batch in a run at S = 0: its wait for scored groups, and the rest."""
+    """(generation, training) seconds of a batch in a run at S = 0: its wait for scored groups without the publication
+    of the version that samples them, and the rest.
+    """
     steady = lines[WARM_UP_BATCHES:]
-    generation = statistics.median(line["trainer_idle_seconds"] for line in steady)
+    generation = statistics.median(
+        line["trainer_idle_seconds"] - before["publication_seconds"] for before, line in itertools.pairwise(steady)
+    )
     return generation, statistics.median(line["seconds_total"] - line["trainer_idle_seconds"] for line in steady)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -171,23 +172,6 @@ _PLAIN_COLUMNS = [
 ]  # read as Python values; the three token columns stay arrays
 
 
-def prompt_of(payload: bytes) -> Prompt:
-    """Decodes the prompt of a group without its rows."""
-    return decode_prompt(pa.ipc.open_stream(payload).schema.metadata[PROMPT_KEY].decode())
-
-
-def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
-    """The reward components of each policy trajectory with a reward; the rest of the group is not decoded."""
-    batch = pa.ipc.open_stream(payload).read_next_batch()
-    names = ("segment", "role", "reward", "breakdown")
-    rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
-    return [
-        json.loads(breakdown)
-        for segment, role, reward, breakdown in rows
-        if segment == 0 and role == "policy" and reward is not None
-    ]
-
-
 def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
     return None if columns[0] is None else tuple(np.asarray(column, np.float32) for column in columns)
 
@@ -252,10 +236,17 @@ def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
             spans=segment.spans,
             finish_reason=row.trajectory.finish_reason,
             temperature=row.trajectory.sampling.temperature,
+            num_prompt_tokens=segment.num_prompt_tokens,
+            prompt_digest=_digest(segment.ids[: segment.num_prompt_tokens]),
         )
         for row in group.scored_rows
         for number, segment in enumerate(row.trajectory.segments)
     )
+
+
+def _digest(ids: NDArray[np.int32]) -> int:
+    """48 bits, which JSON numbers hold in every language."""
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=6).digest())
 
 
 def encode_headers(headers: Sequence[RowHeader]) -> str:
@@ -264,8 +255,8 @@ def encode_headers(headers: Sequence[RowHeader]) -> str:
 
 
 def decode_headers(text: str) -> tuple[RowHeader, ...]:
-    """Decodes the output of `encode_headers`."""
-    fields = [dict(zip(_HEADER_FIELDS, row, strict=True)) for row in json.loads(text)]
+    """Decodes the output of `encode_headers`. Headers of older runs lack the last fields."""
+    fields = [dict(zip(_HEADER_FIELDS, row, strict=False)) for row in json.loads(text)]
     return tuple(RowHeader(**{**one, "spans": tuple(VersionSpan(*span) for span in one["spans"])}) for one in fields)
 
 

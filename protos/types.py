@@ -18,7 +18,7 @@ from tandem.protos.contracts import UnscoredReason as UnscoredReason
 
 Role = Literal["policy", "baseline"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-Packing = Literal["padded", "flat"]
+Packing = Literal["padded", "flat", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Segment:
     def num_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens before the first loss token; 0 without a loss token."""
+        return int(self.loss_mask.argmax()) if len(self.loss_mask) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -158,6 +163,10 @@ class RowHeader:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     temperature: float
+    num_prompt_tokens: int = 0
+    """Tokens before the first loss token."""
+    prompt_digest: int = 0
+    """Of these tokens: rows with equal ones can share their computation."""
 
     @property
     def is_scored(self) -> bool:
@@ -203,7 +212,9 @@ class TrainBatch:
     num_micro_batches: tuple[int, ...]
     """Per optimizer step, the same on every rank; ranks with fewer rows pad with zero-weight micro-batches."""
     packing: Packing = "padded"
-    """Layout of a micro-batch: one line per row, padded to the longest row, or all rows concatenated in one line."""
+    """Layout of a micro-batch: one line per row, padded to the longest row, or all rows concatenated in one line, a
+    prompt of several rows only once if `shared`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,12 @@ def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
 
 def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> str:
     """Copies the tensors of a bucket into its buffer and appends the digest. Returns the digest in hex."""
+    copy_to_bucket(spec, tensors, buffer)
+    return append_digest(spec, buffer)
+
+
+def copy_to_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copies the tensors of a bucket into its buffer. Its digest is still to be appended."""
     data = buffer[: spec.num_bytes]
     end = 0
     for tensor in spec.tensors:
@@ -81,7 +87,11 @@ def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: t
             )
         _view(tensor, data).copy_(value)
     data[end:] = 0
-    digest = bucket_digest(data)
+
+
+def append_digest(spec: BucketSpec, buffer: torch.Tensor) -> str:
+    """Computes the digest of a filled bucket, appends it to the bucket's bytes, and returns it in hex."""
+    digest = bucket_digest(buffer[: spec.num_bytes])
     buffer[spec.num_bytes :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(buffer.device)
     return digest.hex()
 

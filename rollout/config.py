@@ -36,7 +36,7 @@ class RolloutConfig(Options):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs over which a sampler splits its model."""
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of groups that a sampler leases at once."""
+    """Maximum number of groups that a sampler samples at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Memory of the KV cache on CPUs, or on a GPU shared with the trainer."""
     gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85

@@ -33,6 +33,7 @@ from tandem.rollout.base_weights import BaseWeights, check_factors
 from tandem.rollout.sampler import TransferProgress
 
 _Arrivals = Iterator[tuple[BucketSpec, torch.Tensor]]
+Staged = list[Any]  # names and tensors, or what an engine makes of them
 
 
 class _Transfer(threading.Thread):
@@ -67,7 +68,8 @@ class StagedReceiver:
 
     If a bucket fails its digest or the sender is gone, the whole version is dropped. `expected` maps the names of the
     model's parameters to their shapes; a manifest with other tensors is refused before any bucket is received. None
-    skips that check. `folder` may hold the base of adapters.
+    skips that check. `folder` may hold the base of adapters. `load` turns the tensors of a version, beside the running
+    engine, into what `take` returns.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StagedReceiver:
         expected: Mapping[str, tuple[int, ...]] | None,
         optional: frozenset[str],
         folder: Path | None = None,
+        load: Callable[[list[tuple[str, torch.Tensor]]], Staged] = list,
     ) -> None:
         self._device = device
         self._rank = rank
@@ -85,7 +88,8 @@ class StagedReceiver:
         self._group: WeightGroup | None = None
         self._transfer: _Transfer | None = None
         self._base = BaseWeights(folder)
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._load = load
+        self._staged: Staged = []
 
     def start_join(
         self, address: Mapping[str, Any], first_rank: int, store: Sequence[Any], timeout_seconds: float
@@ -105,8 +109,8 @@ class StagedReceiver:
         assert self._transfer is not None, "progress is asked for after a start"
         return self._transfer.progress
 
-    def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and tensors of the staged version and drops its references to them."""
+    def take(self) -> Staged:
+        """Returns what `load` made of the staged version, by default names and tensors, and drops it."""
         staged, self._staged = self._staged, []
         return staged
 
@@ -152,8 +156,9 @@ class StagedReceiver:
             raise fault
         if manifest.adapters is not None:
             arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
+        loaded = self._load(arrived) if arrived else []
         if self._transfer is transfer:  # otherwise a newer transfer has replaced it
-            self._staged = arrived
+            self._staged = loaded
 
     def _check_names(self, manifest: WeightManifest) -> None:
         if manifest.adapters is not None:

@@ -1,8 +1,7 @@
 """The loop of every service that works on leases: claim, work on many at once, renew, then complete or release.
 
-The sampler, the scorer and the worker for reward jobs run it. They differ in the source of their leases (`LeaseSource`)
-and in the work on a lease (`LeaseWorker`). Leases are stored by fencing token, not by group or chunk id, because a
-released group may be claimed again before its first claim is removed.
+The sampler, the scorer and the worker for reward jobs differ in the source of their leases (`LeaseSource`) and in the
+work on a lease (`LeaseWorker`). Leases are kept by fencing token, because a released group may be claimed again soon.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class LeaseSource(Protocol[LeaseT, ResultT_contra]):
     def renew(self, leases: Sequence[LeaseT], partials: Mapping[int, bytes]) -> Collection[int]:
         """Extends leases and saves partial results by token. Returns the tokens of leases that are lost."""
 
-    def complete(self, lease: LeaseT, result: ResultT_contra) -> bool:
-        """Completes a lease. Returns False if it is no longer current and the result was refused."""
+    def complete(self, finished: Sequence[tuple[LeaseT, ResultT_contra]]) -> Collection[int]:
+        """Completes leases. Returns the tokens of those that are no longer current and whose results were refused."""
 
     def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
         """Saves the partial result, if any, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
@@ -116,9 +115,8 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupLeases:
-    """Groups of one stage of the buffer as a `LeaseSource`.
-
-    It calls `report` before it saves work, so that the registry's figures count all that others read from the buffer.
+    """Groups of one stage of the buffer. Before it saves work, it calls `report`, so that the registry's figures count
+    all that others read from the buffer.
     """
 
     buffer: Buffer
@@ -135,9 +133,9 @@ class GroupLeases:
             self.report()
         return self.buffer.renew(leases, self.lease_seconds, partials)
 
-    def complete(self, lease: Claim, result: GroupResult) -> bool:
+    def complete(self, finished: Sequence[tuple[Claim, GroupResult]]) -> Collection[int]:
         self.report()
-        return self.buffer.complete(lease, result.payload, result.headers)
+        return self.buffer.complete_all([(lease, result.payload, result.headers) for lease, result in finished])
 
     def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
         if partial is not None:
@@ -168,10 +166,10 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
 
 
 class LeaseLoop(Generic[LeaseT, ResultT]):
-    """Runs a worker on up to `capacity` leases at once. A lease is renewed after a third of `lease_seconds`.
+    """Runs a worker on up to `capacity` leases at once, and on as many others while the results of these are stored.
 
-    The names of the figures begin with `unit`, a plural noun. An unreachable or full Redis ends the loop, unless it
-    `tolerates_outages`: then it waits.
+    A lease is renewed after a third of `lease_seconds`. Names of figures begin with `unit`, a plural noun. An
+    unreachable or full Redis ends the loop, unless it `tolerates_outages`: then it waits.
     """
 
     def __init__(
@@ -199,6 +197,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._claiming = False
         self._stopping = False
         self._failure: BaseException | None = None
+        self._finished: list[tuple[LeaseT, ResultT]] = []
+        self._completion: asyncio.Task[Collection[int]] | None = None  # of what is in `_finished`
+        self._completing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._result_figures: Counter[str] = Counter()
@@ -216,25 +217,22 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         """Returns sums since the loop was created, and the number of current leases."""
         names = ("completed", "requeued", "dropped", "refused", "lost")
         sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
-        running = time.monotonic() - self._busy_since if self._held else 0.0
-        now = {
-            f"{self._unit}_held": len(self._held),
-            f"{self._unit}_busy_seconds": self._busy_seconds + running,
-            "outages": self._counts["outages"],
-        }
-        return {**sums, **now, **self._result_figures}
+        busy = self._busy_seconds + (time.monotonic() - self._busy_since if self._held else 0.0)
+        now = {f"{self._unit}_held": len(self._held), f"{self._unit}_busy_seconds": busy}
+        return {**sums, **now, "outages": self._counts["outages"], **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
         """Works until told to stop, then releases unfinished leases. Raises the error that ended the work early."""
         renewals = asyncio.create_task(self._renew_forever())
         try:
             while not stop.is_set() and self._failure is None and self._worker.check():
-                free = self._capacity - len(self._held)
+                working = sum(not one.settling for one in self._held.values())  # the others only wait for Redis
+                free = min(self._capacity - working, 2 * self._capacity - len(self._held))
                 if self.paused or free <= 0:
                     await self._wait_for_change(_POLL_SECONDS)
-                    continue
-                for lease in await self._claim(free):
-                    self._start(lease)
+                else:
+                    for lease in await self._claim(free):
+                        self._start(lease)
         finally:
             await self._shut_down()
             renewals.cancel()
@@ -268,7 +266,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             self.refusal = ""
             if not self.paused:
                 return leases
-            for lease in leases:  # the loop was paused while the claim waited
+            for lease in leases:  # paused while the claim waited
                 await self._release(lease, Release("paused", "voluntary"), None)
         except NotAdmittedError as error:
             self.refusal = str(error)
@@ -280,8 +278,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         return ()
 
     def _start(self, lease: LeaseT) -> None:
-        if not self._held:
-            self._busy_since = time.monotonic()
+        self._busy_since = self._busy_since if self._held else time.monotonic()
         held = self._held[lease.token] = Held(lease)
         held.task = asyncio.create_task(self._process(held))
         held.task.add_done_callback(lambda task: self._forget(held, task))
@@ -296,21 +293,33 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
 
     async def _process(self, held: Held[LeaseT]) -> None:
         try:
-            outcome: ResultT | Release | None
             try:
-                outcome = await self._worker.work(held)
+                outcome: ResultT | Release | None = await self._worker.work(held)
             except asyncio.CancelledError:
                 outcome = SHUTDOWN if self._stopping else None  # None: another worker has the lease
             held.settling = True
+            self._changed.set()
             if isinstance(outcome, Release):
                 await self._release(held.lease, outcome, held.take_unsaved())
             elif outcome is not None:
-                accepted = await asyncio.to_thread(self._source.complete, held.lease, outcome)
+                accepted = await self._complete(held.lease, outcome)
                 self._counts["completed" if accepted else "refused"] += 1
                 if accepted:
                     self._result_figures.update(outcome.figures)
         except _OUTAGES as error:
             await self._release_after(held, error)
+
+    async def _complete(self, lease: LeaseT, result: ResultT) -> bool:
+        """Completes the lease in one call with those that finish while the call before is under way."""
+        self._finished.append((lease, result))
+        self._completion = self._completion or asyncio.create_task(self._complete_finished())
+        return lease.token not in await asyncio.shield(self._completion)
+
+    async def _complete_finished(self) -> Collection[int]:
+        async with self._completing:
+            self._completion = None
+            finished, self._finished = self._finished, []
+            return await asyncio.to_thread(self._source.complete, finished)
 
     async def _release(self, lease: LeaseT, release: Release, partial: bytes | None) -> None:
         self._counts[await asyncio.to_thread(self._source.release, lease, release, partial)] += 1
@@ -373,12 +382,10 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         await asyncio.sleep(0)  # a task that is cancelled before its first step would never release its lease
         self._stopping = True
         self._changed.set()
-        held = list(self._held.values())
-        for one in held:
+        for one in (held := list(self._held.values())):
             self._cancel(one)
         self._worker.interrupt()
-        tasks = [one.task for one in held if one.task is not None]
-        if tasks:
+        if tasks := [one.task for one in held if one.task is not None]:
             await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
 
 
@@ -389,5 +396,5 @@ async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Re
 
 def pause_after(attempts: int) -> float:
     """Seconds to wait after so many failed attempts: doubles each time, with jitter."""
-    longest = min(FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30), LONGEST_PAUSE_SECONDS)
-    return longest * random.uniform(0.5, 1.0)
+    seconds = FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30)
+    return min(seconds, LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -92,14 +93,25 @@ class Heartbeat(Repeated):
         self._stop = stop
         self._lock = threading.Lock()
         self._missed = False
+        self._cpu_seconds = cpu_seconds()  # not in `send`, because it visits every process of the machine
+        self._sent_at = -math.inf
         self._may_end_at = time.monotonic() + RESUME_SECONDS
         self.told_to_leave = False
         """Whether this sampler is to finish its groups and leave the run for good."""
 
     def send(self) -> None:
-        """Reports now. Raises UnavailableError if Redis is unreachable."""
+        """Reports now; CPU time is that of the last heartbeat. Raises UnavailableError if Redis is unreachable.
+
+        Calls that wait for one another share a report: one that began after a call reports for it.
+        """
+        called_at = time.monotonic()
         with self._lock:  # reads and writes under one lock, so that older figures never replace newer ones
-            told = self._buffer.heartbeat(self._info.name, self._info.totals(), self._info.activity())
+            if self._sent_at > called_at:
+                return
+            began_at = time.monotonic()
+            figures = {**self._info.figures(), "cpu_seconds": self._cpu_seconds}
+            told = self._buffer.heartbeat(self._info.name, figures, self._info.activity())
+            self._sent_at = began_at
         self.told_to_leave = told == "left"
         if not told:
             self._may_end_at = 0.0
@@ -108,6 +120,7 @@ class Heartbeat(Repeated):
             self._stop.set()
 
     def _try_to_send(self) -> None:
+        self._cpu_seconds = cpu_seconds()
         try:
             self.send()
             self._missed = False

@@ -51,8 +51,11 @@ class TrainerConfig(AlgorithmConfig):
     """Machines that the trainer runs on. With more than 1, run `tandem serve trainer` on each, with `run.host` set to
     an address of that machine, over which the ranks connect. They find one another in the run's Redis.
     """
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
-    """DeepSpeed's ZeRO stage; `fsdp` partitions like stage 3 and accepts no other."""
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """DeepSpeed's ZeRO stage. `auto` is 3 with several ranks or an offload; with one rank, which has nothing to
+    partition, it is 0 in float32 and 1 in bfloat16. A run keeps the stage that it began with. `fsdp` partitions like
+    stage 3 and accepts no other.
+    """
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory and take its step there; needs zero_stage ≥ 1, in bfloat16 3. With
     `fsdp` it requires offload_parameters and a GPU.
@@ -85,9 +88,11 @@ class TrainerConfig(AlgorithmConfig):
     """Optimizer steps per batch, which is split by group."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Maximum number of tokens (padding included) of one forward pass on one rank."""
-    packing: Literal["auto", "padded", "flat"] = "auto"
-    """Whether the rows of a forward pass are padded to the longest (`padded`) or concatenated without padding (`flat`).
-    `auto` is flat on GPUs whose variable-length attention supports the model and dtype, else padded.
+    packing: Literal["auto", "padded", "flat", "shared"] = "auto"
+    """Whether the rows of a forward pass are padded to the longest (`padded`), concatenated without padding (`flat`),
+    or concatenated with the prompt of several answers only once (`shared`). `auto` is shared for a batch if that leaves
+    at most 0.85 of the tokens and the model's attention allows it, else flat on GPUs whose variable-length attention
+    supports the model and dtype, else padded.
     """
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Consecutive groups that selection may reject before the run fails."""
@@ -107,6 +112,16 @@ class TrainerConfig(AlgorithmConfig):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """gRPC port of rank 0; 0 picks a free one."""
 
+    @property
+    def resolved_zero_stage(self) -> int:
+        """`zero_stage`, or the stage that `auto` stands for (measured by benchmarks/learner.py)."""
+        if self.zero_stage != "auto":
+            return self.zero_stage
+        offloads = self.offload_optimizer or self.offload_parameters
+        if self.backend == "fsdp" or self.num_ranks * self.num_nodes > 1 or offloads:
+            return 3
+        return 0 if self.dtype == "float32" else 1  # in bfloat16, stage 0 sums gradients in bfloat16
+
 
 class WeightsConfig(Options):
     """`[weights]`: distribution of new versions to the samplers."""
@@ -119,6 +134,11 @@ class WeightsConfig(Options):
     """Deadline of an update. A sampler that has not acknowledged it by then is STALE and claims nothing until it is
     updated.
     """
+
+    @property
+    def sends_snapshots(self) -> bool:
+        """Whether versions are sent from a copy in host memory, beside training, and not from a GPU's memory."""
+        return self.backend in ("gloo", "disk")
 
 
 class SftConfig(Options):

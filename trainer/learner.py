@@ -1,7 +1,7 @@
 """The learner: one rank of the policy's training. It turns planned batches into new weights and knows no Redis, no gRPC
 and no particular backend.
 
-N: loss tokens, flat: of the batch, or of a micro-batch.
+N: loss tokens, flat: of the batch, or of a micro-batch. R: trajectories.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
-from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.planning import packing_metrics
+from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
@@ -33,7 +34,7 @@ from tandem.trainer.checkpoints.state import prune_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients, next_coefficients
 from tandem.trainer.models.critic import Critic
-from tandem.trainer.models.flat_rows import check_row_separation, choose_packing
+from tandem.trainer.models.flat_rows import RowPacking
 from tandem.trainer.models.loading import load_model, model_folder
 from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics, token_logprobs
@@ -50,8 +51,8 @@ _FINAL_RATE = 0.1
 class Learner(Rank):
     """One of `world_size` ranks as given by environment variables (without them, the only one).
 
-    `optimizer_step` counts the policy's optimizer steps without skipped ones. `packing` is how new batches are planned;
-    a recorded batch is trained with the packing of its plan.
+    `optimizer_step` counts the policy's optimizer steps without skipped ones. `packings` are those of new batches; a
+    recorded batch is trained with the packing of its plan.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Learner(Rank):
         self._critic = self._load_critic()
         self._reference = self._load_reference()
         self._coefficients = first_coefficients(config.kl)
-        self.packing = choose_packing(config.packing, self._engines(), self)
+        self._packing = RowPacking(config.packing, self._engines(), self)
+        self.packings = self._packing.packings
 
     def _engines(self) -> list[TrainingEngine]:
         engines = [*self._trained_engines().values(), *([self._reference.engine] if self._reference else [])]
@@ -116,7 +118,7 @@ class Learner(Rank):
 
         Raises on every rank, before any weight changes:
             DataError: some rank's rows cannot be trained, or their rewards cannot be used.
-            ModelError: the plan concatenates rows and a model mixes such rows.
+            ModelError: the plan concatenates rows or shares prompts, and a model mixes such rows.
         """
         steps = self._micro_batches(batch, groups)
         rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
@@ -155,7 +157,7 @@ class Learner(Rank):
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else len(steps) - len(norms),
             "num_micro_batches": sum(batch.num_micro_batches),
-            "padding_fraction": padding_fraction(batch),
+            **packing_metrics(batch),
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
@@ -168,8 +170,7 @@ class Learner(Rank):
         return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        if batch.packing == "flat" and self.packing == "padded":  # recorded on a machine that concatenates rows
-            check_row_separation(self._engines(), self)
+        self._packing.use(batch.packing)  # that of a recorded batch may be another machine's
         steps, failure = [], None
         try:
             steps = rank_micro_batches(batch, groups, rank=self.rank, device=self.device)
@@ -317,8 +318,9 @@ class Learner(Rank):
 
 def _mean_advantages(layout: BatchLayout, advantages_N: Tensor) -> dict[TrajectoryKey, float]:
     """The mean advantage of each trajectory that has loss tokens."""
-    parts = advantages_N.cpu().split(layout.lengths_R.tolist())  # one copy from a GPU, not one for each trajectory
-    return {key: float(part.mean()) for key, part in zip(layout.trajectories, parts, strict=True) if len(part)}
+    means_R = row_means(advantages_N.cpu().double(), layout.lengths_R)
+    found = zip(layout.trajectories, means_R.tolist(), layout.lengths_R.tolist(), strict=True)
+    return {key: mean for key, mean, length in found if length}
 
 
 def _mean(norms: Sequence[float]) -> float:

@@ -24,7 +24,9 @@ from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     WeightGroup,
+    append_digest,
     bucket_tensors,
+    copy_to_bucket,
     empty_bucket,
     export_cuda_bucket,
     fill_bucket,
@@ -56,6 +58,10 @@ class WeightCopy:
     buffers: tuple[torch.Tensor, ...]
 
 
+WeightSnapshot = Sequence[torch.Tensor]
+"""The buckets of one version in host memory, without digests; none on ranks other than 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyTransfer:
     """A transfer to one late joiner. It joins `address` with ranks from 1, then updates with `manifest`."""
@@ -70,7 +76,8 @@ class WeightSender:
     A version starts with `manifest`. For `gloo` and `nccl`, a group is opened first (see `prepare` and `connect`), and
     the samplers are told to update while all ranks call `broadcast`. For `disk` and `ipc`, `broadcast` comes first and
     the samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version once every sampler
-    has answered or was left out.
+    has answered or was left out. For `gloo` and `disk`, all ranks may call `snapshot` first; rank 0 alone then
+    broadcasts the snapshot, while the weights change.
 
     With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
     folder. A sampler with another base, or none, receives the base with the copy.
@@ -146,8 +153,21 @@ class WeightSender:
         device = self._device if self._prepared.backend == "nccl" else _CPU
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
-    def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
-        """All ranks: gathers every bucket. Rank 0 sends it over the open group, if there is one, and keeps it.
+    def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
+        """All ranks: copies every bucket into host memory of rank 0, without its digest."""
+        buffers: list[torch.Tensor] = []
+        for spec in manifest.buckets:
+            with self._gather([tensor.name for tensor in spec.tensors]) as tensors:
+                if self._source.rank == 0:
+                    buffers.append(empty_bucket(spec, _CPU))
+                    copy_to_bucket(spec, tensors, buffers[-1])
+        return tuple(buffers)
+
+    def broadcast(
+        self, manifest: WeightManifest, timeout_seconds: float, snapshot: WeightSnapshot | None = None
+    ) -> WeightManifest:
+        """All ranks: gathers every bucket. Rank 0 sends it over the open group, if there is one, and keeps it. With a
+        snapshot of the version, rank 0 alone sends and keeps that.
 
         Returns the manifest with digests (and location) on rank 0, and the unchanged manifest on other ranks. If
         the group breaks, rank 0 raises WeightTransferError after every bucket was gathered, so that ranks stay in step
@@ -159,7 +179,11 @@ class WeightSender:
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
-        for spec, buffer in self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU):
+        if snapshot is None:
+            filled = self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU)
+        else:
+            filled = _with_digests(manifest.buckets, snapshot)
+        for spec, buffer in filled:
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
                     self._group.broadcast(buffer, max(deadline - time.monotonic(), 0.001))
@@ -255,6 +279,12 @@ class WeightSender:
             return self.copy
         assert self._base_buffers is not None, "the base is held from the first version on"
         return WeightCopy(with_base(self.copy.manifest), self._base_buffers + self.copy.buffers)
+
+
+def _with_digests(buckets: Sequence[BucketSpec], snapshot: WeightSnapshot) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
+    """Every bucket of a snapshot, with its digest."""
+    for spec, buffer in zip(buckets, snapshot, strict=True):
+        yield replace(spec, digest=append_digest(spec, buffer)), buffer
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

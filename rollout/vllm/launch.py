@@ -15,6 +15,7 @@ from tandem.rollout.vllm.engine_folder import EngineFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ENGINE_BYTES = 700 << 20  # memory of vLLM without weights and KV cache
@@ -29,14 +30,28 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     check_model_folder(arguments)
     if Path(arguments.model_path).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    on_cpu = "+cpu" in version("torch")
+    try:
+        vllm_config = engine_arguments(arguments).create_engine_config()
+    except Exception as error:  # errors of json, struct, safetensors, pydantic … for a bad folder
+        raise ModelError(f"model {arguments.model_path} cannot be sampled: {one_line(error)}") from error
+    on_cpu = _on_cpu()
+    if on_cpu or arguments.shares_gpu:  # the engine's process checks this too, but reports it only in its log
+        check_cache(arguments, _bytes_per_sequence(vllm_config, arguments.dtype))
+    if on_cpu:
+        check_memory(arguments, _ENGINE_BYTES)
+    with folder.given_to_children():
+        return _launch(vllm_config, arguments.model_path, fork=on_cpu)
+
+
+def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
+    """Sets the environment for vLLM, which reads it at import, and returns the engine's settings."""
+    on_cpu = _on_cpu()
     _prepare_environment(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = arguments.config
-    fixed_cache = on_cpu or arguments.shares_gpu
     max_sequences = min(arguments.max_rows, 1024)
-    engine_args = AsyncEngineArgs(
+    return AsyncEngineArgs(
         model=arguments.model_path,
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_tokens,
@@ -48,23 +63,13 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
-        kv_cache_memory_bytes=config.kv_cache_bytes if fixed_cache else None,
+        kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step scheduled before but finished after an update would get the wrong stamp
         worker_extension_cls="tandem.rollout.vllm.worker_extension.WeightReceiver",
         disable_log_stats=True,
     )
-    try:
-        vllm_config = engine_args.create_engine_config()
-    except Exception as error:  # errors of json, struct, safetensors, pydantic … for a bad folder
-        raise ModelError(f"model {arguments.model_path} cannot be sampled: {one_line(error)}") from error
-    if fixed_cache:  # the engine's process checks this too, but reports it only in its log
-        check_cache(arguments, _bytes_per_sequence(vllm_config, arguments.dtype))
-    if on_cpu:
-        check_memory(arguments, _ENGINE_BYTES)
-    with folder.given_to_children():
-        return _launch(vllm_config, arguments.model_path, fork=on_cpu)
 
 
 def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM:
@@ -86,6 +91,10 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     finally:
         if method is not None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+
+
+def _on_cpu() -> bool:
+    return "+cpu" in version("torch")
 
 
 def _prepare_environment(on_cpu: bool) -> None:

@@ -19,11 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress
+from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import name_shared_memory
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
+
+    Step = Callable[[EngineCore], tuple[dict[int, EngineCoreOutputs], bool]]
 
 _PR_SET_PDEATHSIG = 1
 _EXTENDED = "_tandem_extended"
@@ -49,6 +53,8 @@ def extend_engine_core() -> None:
     engine_core.weight_transfer_progress = _weight_transfer_progress
     engine_core.apply_staged_weights = _apply_staged_weights
     engine_core.add_request = _salted(EngineCore.add_request)
+    engine_core.abort_requests = _forgetting_outputs(EngineCore.abort_requests)
+    engine_core.step = _collecting_outputs(EngineCore.step)
     engine_core.__init__ = _collecting_once_started(EngineCore.__init__)
     run = EngineCoreProc.run_engine_core
 
@@ -79,15 +85,50 @@ def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
 
 def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
     """Loads the staged weights on every worker and changes the stamp, between two steps. Returns the duration."""
+    from vllm.v1.engine import EngineCoreOutputs
+
     if core.batch_queue:
         raise RuntimeError("steps are in flight: outputs sampled before the update would get the new stamp")
     started = time.perf_counter()
+    if collected := _collected_of(core).take_all():  # they carry the stamp of the weights that sampled them
+        outputs = EngineCoreOutputs(outputs=collected, weight_version=core.get_weight_version())
+        core.output_queue.put_nowait((0, outputs))  # type: ignore[attr-defined]  # 0: the only client
     core.collective_rpc("tandem_apply")
     core.set_weight_version(stamp)
     for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
         if request.num_computed_tokens == 0:
             request.skip_reading_prefix_cache = True  # its salt names the previous version
     return time.perf_counter() - started
+
+
+def _collected_of(core: EngineCore) -> CollectedOutputs:
+    collected: CollectedOutputs | None = getattr(core, "_tandem_collected", None)
+    if collected is None:
+        collected = core._tandem_collected = CollectedOutputs()  # type: ignore[attr-defined]
+    return collected
+
+
+def _collecting_outputs(step: Step) -> Step:
+    @functools.wraps(step)
+    def collect(core: EngineCore) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        by_client, model_executed = step(core)
+        requests = core.scheduler.requests  # type: ignore[attr-defined]
+        for message in by_client.values():
+            message.outputs = _collected_of(core).add(message.outputs, requests)
+        # A message without outputs would still wake the client.
+        told = {client: message for client, message in by_client.items() if message.outputs or message.scheduler_stats}
+        return told, model_executed
+
+    return collect
+
+
+def _forgetting_outputs(abort: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(abort)
+    def forget(core: EngineCore, request_ids: list[str]) -> None:
+        _collected_of(core).forget(request_ids)
+        abort(core, request_ids)
+
+    return forget
 
 
 def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:

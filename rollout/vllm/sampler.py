@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
-from tandem.protos.types import FinishReason, VersionSpan
+from tandem.protos.types import FinishReason, SamplingParameters, VersionSpan
 from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.rollout.vllm.engine_folder import EngineFolder
@@ -15,8 +16,8 @@ from tandem.rollout.vllm.launch import start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.inputs.engine import TokensInput
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SHUTDOWN_SECONDS = 3.0
@@ -56,6 +57,8 @@ class VllmSampler(Sampler):
         )
         self._llm = llm
         self._folder = folder
+        self._prepared: EngineCoreRequest | None = None
+        self._prepared_for: tuple[object, ...] = (None, None, None)
 
     @property
     def is_dead(self) -> bool:
@@ -73,39 +76,55 @@ class VllmSampler(Sampler):
         self._llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
     async def _generate(self, request: SamplingRequest) -> Completion:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
+        engine_request = self._engine_request(request)
+        answer = _Answer()
         try:
-            output = await self._output(salted, _sampling_params(request), request.request_id)
-        except (VLLMValidationError, ValueError) as error:
-            raise DataError(f"prompt cannot be sampled: {one_line(error)}") from error
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise UnavailableError(f"the engine failed: {one_line(error)}") from error
-        return _completion(output)
-
-    async def _output(self, prompt: TokensInput, params: SamplingParams, request_id: str) -> CompletionOutput:
-        """Waits for the request's output, and watches the engine: one that dies may never answer a new request."""
-
-        async def last_output() -> CompletionOutput:
-            final = None
-            async for output in self._llm.generate(prompt, params, request_id):
-                final = output
-            assert final is not None, "a request ends with an output"
-            return final.outputs[0]
-
-        task = asyncio.create_task(last_output())
-        try:
-            while not (await asyncio.wait((task,), timeout=_DEATH_POLL_SECONDS))[0]:
+            self._llm.output_processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
+            await self._add(engine_request)
+            # The engine may die without a word to a new request.
+            while not (await asyncio.wait((answer.output,), timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise UnavailableError("the engine has ended")
-            return task.result()
+            return _completion(answer.output.result())
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,), timeout=_SHUTDOWN_SECONDS)  # vLLM aborts the request meanwhile
+            if not answer.output.done():
+                answer.output.cancel()
+                aborting = asyncio.ensure_future(self._llm.abort(request.request_id, internal=True))
+                await asyncio.wait((aborting,), timeout=_SHUTDOWN_SECONDS)
+
+    async def _add(self, engine_request: EngineCoreRequest) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._llm.engine_core.add_request_async(engine_request)
+        except (EngineDeadError, TimeoutError) as error:
+            raise _failure(error) from error
+
+    def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
+        """vLLM's form of the request. The rows of a group share all but id and seed, and vLLM checks them once."""
+        asked = (request.prompt_ids, request.sampling, self._version)
+        prompt_ids, sampling, version = self._prepared_for
+        if prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
+            self._prepared = self._prepare(request)
+            self._prepared_for = asked
+        assert self._prepared is not None and self._prepared.sampling_params is not None
+        engine_request, params = copy(self._prepared), copy(self._prepared.sampling_params)
+        params.seed = request.seed
+        engine_request.sampling_params = params
+        engine_request.request_id = engine_request.external_req_id = request.request_id
+        return engine_request
+
+    def _prepare(self, request: SamplingRequest) -> EngineCoreRequest:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+
+        salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
+        params = _sampling_params(request.sampling)
+        try:
+            return self._llm.input_processor.process_inputs(request.request_id, salted, params, ("generate",))
+        except (VLLMValidationError, ValueError) as error:
+            raise DataError(f"prompt cannot be sampled: {one_line(error)}") from error
 
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
         await self._core("start_weight_transfer", kind, arguments)
@@ -132,19 +151,32 @@ class VllmSampler(Sampler):
             raise WeightTransferError(f"{method} failed inside the engine: {error}") from error
 
 
-def _sampling_params(request: SamplingRequest) -> SamplingParams:
+class _Answer:
+    """Where vLLM's output processor puts the output of a request: as nothing is asked for earlier, at its end."""
+
+    def __init__(self) -> None:
+        self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if self.output.done():  # cancelled
+            return
+        if isinstance(output, Exception):  # of the engine, or of vLLM's reading of its outputs
+            self.output.set_exception(_failure(output))
+        else:
+            self.output.set_result(output.outputs[0])
+
+
+def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = request.sampling
     try:
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
-            seed=request.seed,
             stop=list(sampling.stop),
             repetition_penalty=sampling.repetition_penalty,
             logprobs=0,  # only the sampled token's
@@ -154,6 +186,10 @@ def _sampling_params(request: SamplingRequest) -> SamplingParams:
         )
     except (VLLMValidationError, ValueError) as error:
         raise DataError(f"sampling parameters cannot be used: {one_line(error)}") from error
+
+
+def _failure(error: Exception) -> UnavailableError:
+    return UnavailableError(f"the engine failed: {one_line(error)}")
 
 
 def _completion(output: CompletionOutput) -> Completion:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +14,7 @@ import torch
 
 from tandem.rollout.base_weights import checkpoint_shapes, local_folder
 from tandem.rollout.sampler import TransferProgress
+from tandem.rollout.vllm.replaced_modules import can_be_replaced, load_beside, replace
 from tandem.rollout.weight_receiver import StagedReceiver
 
 if TYPE_CHECKING:
@@ -21,10 +26,12 @@ class WeightReceiver:
     """vLLM's worker extension. vLLM adds its methods to the worker of each tensor-parallel rank."""
 
     def tandem_start_join(self: WorkerBase, **arguments: Any) -> None:
-        _receiver_of(self).start_join(**arguments)
+        with _threads_on_every_core():
+            _receiver_of(self).start_join(**arguments)
 
     def tandem_start_receive(self: WorkerBase, **arguments: Any) -> None:
-        _receiver_of(self).start_receive(**arguments)
+        with _threads_on_every_core():
+            _receiver_of(self).start_receive(**arguments)
 
     def tandem_progress(self: WorkerBase) -> TransferProgress:
         return _receiver_of(self).progress()
@@ -32,23 +39,41 @@ class WeightReceiver:
     def tandem_apply(self: WorkerBase) -> None:
         """Loads the staged version, if any, into the running model. EngineCore calls it between two steps."""
         staged = _receiver_of(self).take()
-        if staged:
-            load_into_running_model(self.model_runner.get_model(), staged, self.vllm_config)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        if not staged:
+            return
+        model = self.model_runner.get_model()
+        if can_be_replaced(model):
+            replace(staged)
+        else:
+            load_into_running_model(model, staged, self.vllm_config)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _threads_on_every_core() -> Iterator[None]:
+    """Threads started inside may use the sampler's cores: vLLM binds this one, and so its threads, to the engine's."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def _receiver_of(worker: WorkerBase) -> StagedReceiver:
     receiver: StagedReceiver | None = getattr(worker, "_tandem_receiver", None)
     if receiver is None:
         tied = _is_tied(worker.vllm_config)
-        model = worker.vllm_config.model_config.model
+        folder = worker.vllm_config.model_config.model
+        model = worker.model_runner.get_model()
         receiver = StagedReceiver(
             worker.device,
             worker.rank,
-            checkpoint_shapes(Path(model)),
+            checkpoint_shapes(Path(folder)),
             frozenset({"lm_head.weight"}) if tied else frozenset(),
-            local_folder(model),
+            local_folder(folder),
+            partial(load_beside, model, tied=tied) if can_be_replaced(model) else list,
         )
         worker._tandem_receiver = receiver
     return receiver

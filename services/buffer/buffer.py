@@ -168,10 +168,7 @@ class Buffer:
 
         def attempt() -> list[Claim]:
             reply = self.connection.run("claim", new_request(), *arguments)
-            return [
-                Claim(group_id.decode(), stage, int(token), payload, partial)
-                for group_id, token, payload, partial in _rows(reply, 4)
-            ]
+            return [Claim(name.decode(), stage, int(token), *data) for name, token, *data in _rows(reply, 4)]
 
         return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
 
@@ -186,13 +183,19 @@ class Buffer:
         return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *arguments)]
 
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
-        """Moves the group to the next stage with its payload and ends the lease.
+        """Completes one group; see `complete_all`. Returns False if the result was refused."""
+        return not self.complete_all([(claim, payload, headers)])
 
-        Returns False if the lease is no longer current; the result is then refused and counted. May be called again.
-        `headers` (`tandem.protos.codec.encode_headers`) are stored with a group that becomes scored.
+    def complete_all(self, finished: Sequence[tuple[Claim, bytes, str]]) -> list[int]:
+        """Moves groups of one stage, with payloads and headers, to the next, and ends their leases.
+
+        Returns the tokens that are no longer current; their results are refused and counted. Only groups that become
+        scored have headers (`tandem.protos.codec.encode_headers`). May be called again.
         """
-        assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
-        return bool(self.connection.run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
+        (stage,) = {claim.stage for claim, _, _ in finished}
+        assert all(bool(headers) == (stage == "generated") for _, _, headers in finished)
+        flat = [field for one, data, headers in finished for field in (one.group_id, one.token, data, headers)]
+        return [int(token) for token in self.connection.run("complete", stage, *flat)]
 
     def release(self, claim: Claim, reason: str, kind: FailureKind, detail: str = "") -> Released:
         """Requeues the group, or drops it with `reason` once its budget for this kind of failure is spent.
@@ -303,11 +306,8 @@ class Buffer:
         self.connection.run("register_service", name, address)
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
-        """Reports that `name` is alive. Stores its figures, sums since its process started, and what it does. Send one
-        per second.
-        """
-        generation = self._generation(name)
-        told = self.connection.run("heartbeat", name, generation, json.dumps(dict(figures)), activity)
+        """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does."""
+        told = self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)), activity)
         return cast("Told", told.decode())
 
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:

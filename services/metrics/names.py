@@ -34,7 +34,7 @@ _SKIPPED = (
     *("malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"),
     *("too_long", "duplicate", "contradiction"),
 )
-_PHASES = ("claim", "read", "record", "forward_proximal", "train", "publish", "evaluate", "total")
+_PHASES = ("publish", "claim", "read", "record", "forward_proximal", "train", "acknowledge", "evaluate", "total")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,21 @@ def group_span(step: Step, run_id: str, group_id: str) -> Iterator[Attributes]:
 
 
 def add_spans(
-    step: Step, run_id: str, group_ids: Iterable[str], began: int, attributes: Mapping[str, str | int]
+    step: Step,
+    run_id: str,
+    group_ids: Iterable[str],
+    began: int,
+    attributes: Mapping[str, str | int],
+    ended: int | None = None,
 ) -> None:
-    """Adds a span of this step to the trace of each group: from `began`, in nanoseconds since 1970, until now."""
+    """Adds a span of this step to the trace of each group: from `began` to `ended` (None: now), in nanoseconds since
+    1970.
+    """
     if not is_traced():
         return
     with missing_extra_named():
         from tandem.services.metrics.spans import export_span
-    ended = time.time_ns()
+    ended = ended or time.time_ns()
     for group_id in group_ids:
         described = {"tandem.run": run_id, "tandem.group": group_id, **attributes}
         export_span(step, SERVICES[step], trace_of(run_id, group_id), (began, ended), described)

@@ -61,6 +61,8 @@ def measure(folder: Path) -> Measured:
     groups = tuple(size for batch in sizes for size in batch)
     setting = setting_of(recipe)
     rates = _trainer_rates(batches, steady[1:], sizes, setting, recipe.trainer.num_ranks)
+    if not recipe.weights.sends_snapshots:
+        rates = replace(rates, publication_seconds=0.0)  # the trainer publishes by itself, in `publish_seconds`
     rates = _sampler_rates(rates, setting, batches, groups)
     seconds = sum(batch.seconds for batch in batches)
     processors = steady[-1].get("processors")
@@ -114,8 +116,10 @@ def _trainer_rates(
 
     by_step = {line["step"]: line for line in lines}
     found = [by_step[batch.step] for batch in batches]
-    publish = np.array([figure(line, "seconds_publish") for line in found])
-    work = np.array([batch.work_seconds for batch in batches]) - publish
+    publish, waits = (
+        np.array([figure(line, f"seconds_{phase}") for line in found]) for phase in ("publish", "acknowledge")
+    )
+    work = np.array([batch.work_seconds for batch in batches]) - publish - waits
     tokens = np.array([sum(size.trained_tokens for size in batch) for batch in sizes], np.float64)
     intercept, slope = _fitted_line(tokens, np.maximum(work, 0.0))
     evaluations = [figure(line, "seconds_evaluate") for line in found]
@@ -128,6 +132,7 @@ def _trainer_rates(
         batch_seconds=intercept + float(np.median(outputs)),
         token_seconds=slope,
         publish_seconds=float(publish.mean()),
+        publication_seconds=float(np.mean([figure(line, "publication_seconds") for line in found])),
         stall_seconds=float(np.mean([figure(line, "weight_stall_seconds") for line in found])),
         score_seconds=sum(batch.scorer_busy_seconds for batch in batches) / num_groups,
         evaluation_seconds=after_due(evaluations, setting.evaluate_every),

@@ -41,6 +41,9 @@ class Rates:
     batch_seconds: float
     token_seconds: float
     publish_seconds: float = 0.0
+    """The trainer stands still for so long to publish a version."""
+    publication_seconds: float = 0.0
+    """A version then takes so long to reach the samplers, beside the training of the next one."""
     stall_seconds: float = 0.0
     """Samplers stand still for so long at each update."""
     score_seconds: float = 0.0
@@ -143,7 +146,10 @@ class Ring:
         self._unscored: deque[int] = deque()
         self._free_scorers = setting.scorers
         self._scored: deque[int] = deque()
-        self._version = 0
+        self._published_version = 0
+        self._trained_version = 0
+        self._waiting: tuple[tuple[int, ...], float, float] | None = None
+        """The arguments of the next `_publish`, which waits until the version before is published."""
         self._trainer_busy = False
         self._training: _Training | None = None
         self._speed = 1.0
@@ -185,7 +191,7 @@ class Ring:
                 self._advance(sampler)
                 for group in claimed:
                     lengths = self._size(group).answer_tokens
-                    self._rows_left[group], self._version_of[group] = len(lengths), self._version
+                    self._rows_left[group], self._version_of[group] = len(lengths), self._published_version
                     sampler.groups += 1
                     for length in lengths:
                         heapq.heappush(sampler.ends, (sampler.steps + length, group))
@@ -299,30 +305,46 @@ class Ring:
         self._trainer_busy = True
         batch = [self._scored.popleft() for _ in range(self._setting.groups_per_batch)]
         idle = self._now - self._idle_since
-        staleness = sum(self._version - self._version_of.pop(group) for group in batch) / len(batch)
+        staleness = sum(self._trained_version - self._version_of.pop(group) for group in batch) / len(batch)
         tokens = sum(self._size(group).trained_tokens for group in batch)
-        rates, every = self._rates, self._setting.evaluate_every
-        seconds = rates.batch_seconds + rates.token_seconds * tokens + rates.publish_seconds
-        if every and self._version and self._version % every == 0:
-            seconds += rates.evaluation_seconds
+        seconds = self._rates.batch_seconds + self._rates.token_seconds * tokens + self._rates.publish_seconds
+        if self._is_due(self._setting.evaluate_every):
+            seconds += self._rates.evaluation_seconds
         self._training = _Training(seconds, self._now, lambda: self._publish(tuple(batch), idle, staleness))
         self._schedule_training()
         self._share_processors()
 
     def _publish(self, batch: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
-        self._version += 1
+        """The batch is trained. Its version goes to the samplers once the one before is there."""
+        if self._trained_version > self._published_version:
+            self._waiting = batch, idle_seconds, staleness
+            return
+        self._trained_version += 1
+        for sampler in self._samplers:
+            self._advance(sampler)
+        self._write_line(batch, idle_seconds, staleness)
+        seconds = self._rates.publication_seconds
+        self._after(seconds, lambda: self._is_published(len(batch)))
+        outputs = self._rates.output_seconds if self._is_due(self._setting.output_every) else 0.0
+        waits = outputs or self._is_due(self._setting.evaluate_every)  # what is due needs the published version
+        self._after(outputs + seconds if waits else 0.0, self._is_free)
+
+    def _is_published(self, num_groups: int) -> None:
+        self._published_version += 1
         for sampler in self._samplers:
             self._advance(sampler)
             if sampler.ends and self._rates.stall_seconds:
                 self._busy_seconds += self._rates.stall_seconds
                 sampler.since = max(sampler.since, self._now) + self._rates.stall_seconds
                 self._schedule(sampler)
-        self._write_line(batch, idle_seconds, staleness)
-        self._outstanding -= len(batch)
+        self._outstanding -= num_groups
         self._after(HOP_SECONDS, self._admit)
-        every = self._setting.output_every
-        pause = self._rates.output_seconds if every and self._version % every == 0 else 0.0
-        self._after(pause, self._is_free)
+        waiting, self._waiting = self._waiting, None
+        if waiting:
+            self._publish(*waiting)
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every and self._trained_version) and self._trained_version % every == 0
 
     def _is_free(self) -> None:
         self._trainer_busy = False
@@ -330,18 +352,12 @@ class Ring:
         self._train()
 
     def _write_line(self, groups: tuple[int, ...], idle_seconds: float, staleness: float) -> None:
-        before, self._last = (
-            self._last,
-            SimulatedBatch(*(self._now, 0.0, self._busy_seconds, self._steps, self._tokens, 0.0)),
-        )
+        before = self._last
+        self._last = SimulatedBatch(self._now, 0.0, self._busy_seconds, self._steps, self._tokens, 0.0)
         line = SimulatedBatch(
-            self._now - before.seconds,
-            idle_seconds,
-            self._busy_seconds - before.sampler_busy_seconds,
-            self._steps - before.sampler_steps,
-            self._tokens - before.sampled_tokens,
-            staleness,
-            groups,
+            *(self._now - before.seconds, idle_seconds, self._busy_seconds - before.sampler_busy_seconds),
+            *(self._steps - before.sampler_steps, self._tokens - before.sampled_tokens, staleness),
+            groups=groups,
             unsampled=len(self._prompts),
             sampling=sum(sampler.groups for sampler in self._samplers),
             unscored=len(self._unscored) + self._setting.scorers - self._free_scorers,

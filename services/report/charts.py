@@ -18,13 +18,14 @@ from tandem.services.run.progress import Line
 from tandem.trainer.off_policy.options import WEIGHT_EDGES
 
 _PHASES = {
+    "publish": ("copies the weights", "#16a34a"),
     "claim": ("waits for scored groups", "#d4d4d8"),
     "read": ("reads the batch", "#a5b4fc"),
     "record": ("records the batch", "#818cf8"),
     "forward_proximal": ("recomputes log-probs", "#38bdf8"),
     "train": ("trains", "#2563eb"),
+    "acknowledge": ("waits until samplers have the last version", "#4ade80"),
     "evaluate": ("waits for an evaluation", "#fbbf24"),
-    "publish": ("publishes weights", "#16a34a"),
 }
 """Phases of a batch (`seconds_<phase>` in metrics.jsonl) in their order in the trainer's loop."""
 _REST = "outside these phases", "#f4f4f5"
@@ -153,9 +154,9 @@ def _share(before: Line, line: Line, name: str) -> float:
 
 
 def _bar(line: Line, wanted: str) -> Iterator[tuple[float, float]]:
-    """Begin and end of a phase. What is in no phase comes first: outputs of the batch before."""
+    """Begin and end of a phase. What is in no phase comes before the claim: outputs of the batch before."""
     place = line["time"] - line["seconds_total"]
-    for phase in ("rest", *_PHASES):
+    for phase in ("publish", "rest", *list(_PHASES)[1:]):
         seconds = _rest_seconds(line) if phase == "rest" else line.get(f"seconds_{phase}", 0.0)
         if phase == wanted and seconds > 0:
             yield place, place + seconds

@@ -75,7 +75,7 @@ CURVES = (
     Curve("Tokens per second", {"trainer": _trainer_rate, "samplers": _sampler_rate}),
     Curve(
         "Weight update (seconds)",
-        {"stall of a sampler": _of("weight_stall_seconds"), "publish": _of("seconds_publish")},
+        {"stall of a sampler": _of("weight_stall_seconds"), "publication": _of("publication_seconds")},
     ),
     Curve("Seconds per batch", {"total": _of("seconds_total"), "idle": _of("trainer_idle_seconds")}),
     Curve("Groups whose rewards are all equal", {"groups": _of("equal_reward_groups")}),

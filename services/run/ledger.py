@@ -10,9 +10,9 @@ from tandem.protos.errors import RunExistsError, TandemError, UnavailableError, 
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
+from tandem.services.run.estimates import job_bytes, worst_case_redis_bytes
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
 from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
-from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tandem.protos.codec import prompt_of, reward_breakdowns
-from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
+from tandem.protos.types import RowHeader, TrainBatch, TrajectoryGroup, scored_trajectories
 from tandem.services.config import Recipe
 from tandem.services.metrics.trackers import TrackerThread
 from tandem.services.run.folder import SUMMARY_FILE, write_text
@@ -186,15 +185,16 @@ def batch_figures(batch: TrainBatch) -> Line:
     }
 
 
-def payload_figures(payloads: Iterable[bytes]) -> Line:
+def group_figures(groups: Iterable[TrajectoryGroup]) -> Line:
     """Prompt lengths in tokens, and `reward/<component>`: each component's mean over the trajectories that have it."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     prompt_lengths: list[int] = []
-    for payload in payloads:
-        prompt_lengths.append(len(prompt_of(payload).token_ids))
-        for breakdown in reward_breakdowns(payload):
-            for name, value in breakdown.items():
-                found[f"reward/{name}"].append(value)
+    for group in groups:
+        prompt_lengths.append(len(group.prompt.token_ids))
+        for row in group.scored_rows:
+            if row.trajectory.role == "policy" and row.reward is not None:
+                for name, value in row.breakdown.items():
+                    found[f"reward/{name}"].append(value)
     lengths = {"prompt_length_mean": float(np.mean(prompt_lengths)), "prompt_length_max": max(prompt_lengths)}
     return lengths | {name: float(np.mean(found[name])) for name in sorted(found)}
 

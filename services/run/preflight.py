@@ -23,6 +23,7 @@ from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
 from tandem.services.metrics.ports import port_offset
 from tandem.services.run.endpoint import check_network
+from tandem.services.run.estimates import LOG_COPIES, disk_need_bytes, job_bytes, memory_need_bytes, sampler_bytes
 from tandem.services.run.folder import (
     CONFIG_FILE,
     cannot_write,
@@ -47,14 +48,7 @@ from tandem.trainer.backend import registry as training_backends
 if TYPE_CHECKING:
     from tandem.reward.rubric.rubric import Rubric
 
-ENGINE_BYTES = 1e9
-"""Resident memory of one engine without its weights and its KV cache, and of one trainer rank without its state."""
-OPTIMIZER_BYTES_PER_PARAMETER = 12
-"""The float32 master weight and AdamW's two moments."""
-TRAINING_BYTES_PER_PARAMETER = 16
 REDIS_SECONDS = 2.0
-_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
-_LOG_COPIES = 3  # Redis's append-only file is rewritten at twice its size: both files are then on disk
 _PROBE_BYTES = 1 << 20
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
 
@@ -223,32 +217,6 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
         )
 
 
-def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """Estimates what a run writes, with payloads of half the maximum length. Adapters are not counted."""
-    run, trainer = recipe.run, recipe.trainer
-    group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
-    payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
-    payloads += 0 if external_redis_url(recipe) else _LOG_COPIES * job_bytes(recipe)
-    if facts is None:
-        return payloads
-    never = run.total_batches + 1
-    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or never))
-    exports = 1 + run.total_batches // (trainer.export_every or never)
-    num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
-    checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
-    return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)
-
-
-def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Bytes of payloads if all credits are in use and all answers have the maximum length."""
-    return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
-
-
-def job_bytes(recipe: Recipe) -> int:
-    """Bytes that jobs may take in the run's Redis. 0 without `reward.port`, because clients then cannot submit jobs."""
-    return recipe.jobs.redis_bytes if recipe.reward.port else 0
-
-
 def check_job_room(jobs: JobsConfig, folder: Path) -> None:
     """Checks that memory and disk can hold the jobs of an embedded Redis in this folder."""
     lower = "lower jobs.max_unscored_bytes or jobs.max_result_bytes"
@@ -258,7 +226,7 @@ def check_job_room(jobs: JobsConfig, folder: Path) -> None:
         raise EnvironmentLackError(f"{lack}; {lower}, or end other programs")
     place = _there(folder)
     log = sum(file.stat().st_size for file in (folder / "redis").rglob("*") if file.is_file())
-    need, free = _LOG_COPIES * need, shutil.disk_usage(place).free + log
+    need, free = LOG_COPIES * need, shutil.disk_usage(place).free + log
     if need > free:
         lack = f"{place}: {_size(free)} free, and Redis writes up to {_size(need)} for jobs"
         raise EnvironmentLackError(f"{lack}; free space there, {lower}, or choose another --folder")
@@ -273,14 +241,8 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Without a GPU, checks that engines, trainer and the jobs of an embedded Redis fit into free memory."""
     if gpu_ids() or facts is None:
         return
-    rollout, lora = recipe.rollout, recipe.trainer.lora
-    weights = facts.num_parameters * _weight_bytes(recipe)
-    engines = rollout.num_replicas * _sampler_bytes(recipe, facts)
-    training = recipe.trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
-    if lora is not None:
-        training += weights  # they are the reference, too
-    else:
-        training += facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + recipe.trainer.needs_reference * weights
+    rollout = recipe.rollout
+    engines, training = memory_need_bytes(recipe, facts)
     jobs = 0 if external_redis_url(recipe) else job_bytes(recipe)
     free = free_memory_bytes()
     if engines + training + jobs > free:
@@ -303,19 +265,10 @@ def check_added_samplers(recipe: Recipe, added: int) -> None:
         if wanted > gpus:
             raise EnvironmentLackError(f"the run would need {wanted} GPUs, this machine shows {gpus}")
     elif (facts := check_model(recipe)) is not None:
-        need, free = added * _sampler_bytes(recipe, facts), free_memory_bytes()
+        need, free = added * sampler_bytes(recipe, facts), free_memory_bytes()
         if need > free:
             fault = f"memory: {added} more sampler(s) need about {_size(need)}, {_size(free)} are free"
             raise EnvironmentLackError(f"{fault}; ask for fewer, or end other programs")
-
-
-def _sampler_bytes(recipe: Recipe, facts: ModelFacts) -> float:
-    """Memory of one engine on CPUs."""
-    lora = recipe.trainer.lora
-    # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
-    # holds the base weights to merge them into.
-    copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
-    return recipe.rollout.kv_cache_bytes + copies * facts.num_parameters * _weight_bytes(recipe) + ENGINE_BYTES
 
 
 def check_redis(recipe: Recipe) -> None:
@@ -391,7 +344,3 @@ def _check_port(host: str, key: str, port: int) -> None:
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _weight_bytes(recipe: Recipe) -> int:
-    return 4 if recipe.trainer.dtype == "float32" else 2

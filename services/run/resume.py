@@ -40,6 +40,18 @@ class Change(NamedTuple):
     now: object
 
 
+def with_zero_stage(recipe: Recipe, *, resume: bool) -> Recipe:
+    """The recipe with the ZeRO stage that `trainer.zero_stage = "auto"` stands for. With `resume` it is that of the run
+    in the recipe's folder, if there is one. Raises ConfigError if that run's configuration cannot be read.
+    """
+    if recipe.trainer.zero_stage != "auto":
+        return recipe
+    config = recipe.folder / CONFIG_FILE
+    trainer = load_resolved(config).trainer if resume and config.is_file() else recipe.trainer
+    chosen = recipe.trainer.model_copy(update={"zero_stage": trainer.resolved_zero_stage})
+    return recipe.model_copy(update={"trainer": chosen})
+
+
 def check_resumable(recipe: Recipe) -> None:
     """Checks that the recipe's folder holds a run that can be resumed with this recipe; raises ConfigError if not."""
     folder = recipe.folder

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from tandem.protos.codec import decode_group
 from tandem.protos.errors import LedgerError, ScorerError, SelectionError, TandemError, UnavailableError
-from tandem.protos.types import Packing, RowHeader, TrainBatch, scored_trajectories
+from tandem.protos.types import Packing, RowHeader, TrainBatch, TrajectoryGroup, scored_trajectories
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.metrics import baseline_rewards, oldest_version
@@ -50,14 +51,20 @@ class BatchSource:
     """
 
     def __init__(
-        self, buffer: Buffer, recipe: Recipe, incarnation: int, world_size: int, stop: threading.Event, packing: Packing
+        self,
+        buffer: Buffer,
+        recipe: Recipe,
+        incarnation: int,
+        world_size: int,
+        stop: threading.Event,
+        packings: Sequence[Packing],
     ) -> None:
         self._buffer = buffer
         self._recipe = recipe
         self._incarnation = incarnation
         self._world_size = world_size
         self._stop = stop
-        self._packing = packing
+        self._packings = packings
         self.survivors: dict[str, tuple[RowHeader, ...]] = {}
         """The groups claimed so far for the next batch."""
         self._consecutive_rejections = 0
@@ -91,6 +98,11 @@ class BatchSource:
         if not self.survivors:
             return None
         return self._plan(version + 1)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last `poll` found no group left, or was stopped."""
+        return self.exhausted or self._stop.is_set()
 
     def take_rejections(self) -> dict[str, float]:
         """Counts of groups rejected since the last call, and the mean number of sampled tokens of their trajectories,
@@ -172,7 +184,7 @@ class BatchSource:
             world_size=self._world_size,
             tokens_per_micro_batch=self._recipe.trainer.tokens_per_micro_batch,
             optimizer_steps=self._recipe.trainer.optimizer_steps_per_batch,
-            packing=self._packing,
+            packings=self._packings,
         )
 
 
@@ -184,20 +196,23 @@ def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
     return [group_id for group_id in batch.group_ids if group_id in own]
 
 
-def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Rank) -> Mapping[str, bytes]:
-    """This rank's payloads of the batch. If any rank fails to read its own, all ranks retry once and then all raise
-    UnavailableError.
+def read_groups(
+    buffer: Buffer, batch: TrainBatch, ranks: Rank, recorded: Mapping[str, TrajectoryGroup] | None = None
+) -> Mapping[str, TrajectoryGroup]:
+    """This rank's groups of the batch. Rank 0 has them already, because it recorded them. If any rank fails to read its
+    own, all ranks retry once and then all raise UnavailableError.
     """
     group_ids = groups_of_rank(batch, ranks.rank)
+    groups: Mapping[str, TrajectoryGroup] = recorded or {}
     failure: TandemError | None = None
     for _ in range(2):
-        payloads: list[bytes] = []
         try:
-            payloads = buffer.read(group_ids)
+            if not groups:
+                groups = dict(zip(group_ids, map(decode_group, buffer.read(group_ids)), strict=True))
         except TandemError as error:
             failure = error
-        if ranks.all_agree(len(payloads) == len(group_ids)):
-            return dict(zip(group_ids, payloads, strict=True))
+        if ranks.all_agree(len(groups) == len(group_ids)):
+            return groups
         time.sleep(_RETRY_SECONDS)
     raise UnavailableError(
         f"batch {batch.policy_version}: not every rank could read its payloads ({failure or 'another rank failed'})"

@@ -19,7 +19,7 @@ from tandem.services.process import Repeated
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.trainer.sampler_link import SamplerLink
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class Publication:
     weight_transfer_seconds: float | None
     weight_stall_seconds: float | None
     weights_digest: str
+    publication_seconds: float
+    """From the beginning until the credits were returned."""
 
 
 class Publisher:
@@ -66,19 +68,23 @@ class Publisher:
         self._thread = Repeated("catch-up", _CHECK_SECONDS, self._catch_up_samplers)
         self._thread.__enter__()
 
-    def publish(self, version: int, *, changed: bool) -> Publication:
-        """Sends a version to the samplers and retires the credits of what was trained for it. All ranks are in
-        `broadcast` meanwhile. If not `changed`, only the version's number is sent, to the samplers that have the
-        previous version. Raises FencedError if another trainer took over.
+    def publish(self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None) -> Publication:
+        """Sends a version to the samplers and retires the credits of what was trained for it. Without a snapshot, all
+        ranks are in `broadcast` meanwhile. If the manifest has no buckets, the weights did not change, and only the
+        version's number is sent, to the samplers that have the previous version. One thread at a time may call it.
+
+        Raises FencedError if another trainer took over.
         """
         if self._error is not None:
             raise self._error
+        began = time.monotonic()
         self._buffer.check_incarnation(self._incarnation)
+        version, changed = manifest.policy_version, bool(manifest.buckets)
         taking_part = members = self._begin(version, changed)
         try:
             if changed and not WeightSender.fetched_by_samplers(self._backend):
                 members = self._gather_group(taking_part)
-            acknowledged = self._broadcast(version, members, changed)
+            acknowledged = self._broadcast(manifest, snapshot, members)
             self._buffer.publish(self._incarnation, version, [link.sampler for link, _ in acknowledged])
         finally:
             with self._lock:
@@ -86,13 +92,13 @@ class Publisher:
                     link.busy = False
         self._sender.release()
         self._forget_folders()
-        manifest = self._sender.copy.manifest
         return Publication(
             samplers_acknowledged=len(acknowledged),
-            weight_bytes=sum(bucket.num_bytes for bucket in manifest.buckets) if changed else 0,
+            weight_bytes=sum(bucket.num_bytes for bucket in manifest.buckets),
             weight_transfer_seconds=max((reply.transfer_seconds for _, reply in acknowledged), default=None),
             weight_stall_seconds=max((reply.stall_seconds for _, reply in acknowledged), default=None),
-            weights_digest=weights_digest(manifest),
+            weights_digest=weights_digest(self._sender.copy.manifest),
+            publication_seconds=time.monotonic() - began,
         )
 
     def close(self) -> None:
@@ -166,19 +172,17 @@ class Publisher:
         return joined if connected or len(joined) < len(links) else []
 
     def _broadcast(
-        self, version: int, links: Sequence[SamplerLink], changed: bool
+        self, manifest: WeightManifest, snapshot: WeightSnapshot | None, links: Sequence[SamplerLink]
     ) -> list[tuple[SamplerLink, rollout_pb2.UpdateWeightsReply]]:
         """Sends the version and returns the samplers that acknowledged every digest. The others have failed."""
-        seconds = self._deadline_seconds
-        location = str(self._folder / f"{version:06d}") if self._backend == "disk" else ""
-        manifest = self._sender.manifest(self._incarnation, version, self._backend, changed=changed, location=location)
+        seconds, version = self._deadline_seconds, manifest.policy_version
         if WeightSender.fetched_by_samplers(self._backend):
-            manifest = self._sender.broadcast(manifest, seconds)
+            manifest = self._sender.broadcast(manifest, seconds, snapshot)
             calls = [link.update(manifest, seconds) for link in links]
         else:
             calls = [link.update(manifest, seconds, self._group_name) for link in links]
             try:
-                manifest = self._sender.broadcast(manifest, seconds)
+                manifest = self._sender.broadcast(manifest, seconds, snapshot)
             except WeightTransferError as error:  # the copy and its manifest are still complete
                 log.warning("weights: version %d: %s", version, error, extra={"version": version})
                 manifest = self._sender.copy.manifest

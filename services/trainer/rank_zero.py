@@ -6,19 +6,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import psutil
 
-from tandem.protos.types import Packing, StepResult, TrainBatch
+from tandem.protos.types import Packing, StepResult, TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.metrics.page import Sources
-from tandem.services.metrics.tracing import add_spans
+from tandem.services.metrics.tracing import Step, add_spans
 from tandem.services.metrics.trackers import open_trackers
+from tandem.services.process import in_thread
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.json_files import Line
 from tandem.services.run.metrics import (
@@ -27,17 +29,18 @@ from tandem.services.run.metrics import (
     MetricsLog,
     ServiceTotals,
     batch_figures,
-    payload_figures,
+    group_figures,
     write_summary,
 )
 from tandem.services.service_info import ServiceInfo, cpu_seconds
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
+from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import take_over, trainer_lock
 from tandem.services.trainer.watchdog import Watchdog
-from tandem.trainer.batch.record import batch_to_json, write_advantages, write_record
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.batch.record import write_advantages
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +50,37 @@ Order = dict[str, Any]
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
 _RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective, whose deadline is minutes
+_PUBLICATION_CHECK_SECONDS = 1.0  # no group may come before a publication returns credits, and it may fail
+_CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """What the line of a trained batch is made of."""
+
+    batch: TrainBatch
+    groups: Mapping[str, TrajectoryGroup]
+    result: StepResult
+    seconds: Mapping[str, float]
+    """The phases of the loop."""
+    time: float
+    """When they ended, in seconds since 1970."""
+    rejections: Mapping[str, float] = field(default_factory=dict)
+    trained_ns: tuple[int, int] = (0, 0)
+    """From when to when it was trained, in nanoseconds since 1970."""
 
 
 class RankZero:
     """Connects the trainer to the ledger and the samplers. Only the loop's thread calls its public methods.
 
+    Two threads work beside the loop: one records the next batch (`Prefetch`), one publishes the version that was
+    trained last and writes its line (`publish`).
+
     The constructor begins a new incarnation, which fences every earlier trainer of the run.
     """
 
     def __init__(
-        self, recipe: Recipe, buffer: Buffer, world_size: int, packing: Packing, stop: threading.Event
+        self, recipe: Recipe, buffer: Buffer, world_size: int, packings: Sequence[Packing], stop: threading.Event
     ) -> None:
         self._recipe = recipe
         self._buffer = buffer
@@ -77,74 +101,91 @@ class RankZero:
         samplers, scorers = self._service_figures()
         self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
         self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
-        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
+        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
+        self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
+        self._stack.callback(self._prefetch.close)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
-        self._recorded: tuple[TrainBatch, int] | None = None
-        """The batch that is being trained and published, and when its current step began (ns since 1970)."""
+        self._publishing: Future[None] | None = None
         info = ServiceInfo("trainer", self._figures, lambda: self._activity, buffer, lambda: self._version)
         more: Sources = {"batch": lambda: self._metrics.last, "evaluation": lambda: self._metrics.last_evaluation}
         self._stack.enter_context(service_endpoint(info, recipe, stop, port=recipe.trainer.port, more=more))
         self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
 
-    def next_order(self, version: int) -> Order:
-        """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long."""
+    def next_order(self, version: int) -> tuple[Order, RecordedBatch | None]:
+        """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long. With
+        `train`, also the batch to train.
+        """
+        self._check_publication()
         if self._stop.is_set():
-            return {"do": "stop"}
+            return {"do": "stop"}, None
         if version >= self._recipe.run.total_batches:
-            return {"do": "end"}
+            return {"do": "end"}, None
         wanted = self._recipe.run.groups_per_batch
         with self._doing(f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"):
             self._waiting_since = self._waiting_since or time.monotonic()
-            batch = self._source.poll(version, _RANKS_WAIT_SECONDS)
-        if batch is not None:
+            is_publishing = self._publishing is not None and not self._publishing.done()
+            seconds = _PUBLICATION_CHECK_SECONDS if is_publishing else _RANKS_WAIT_SECONDS
+            recorded = self._prefetch.next_batch(version, seconds)
+        if recorded is not None:
             self._waiting_since = None
-            return {"do": "train", "batch": batch_to_json(batch)}
-        return {"do": "end" if self._source.exhausted else "wait"}
+            return {"do": "train", "batch": recorded.as_json}, recorded
+        return {"do": "end" if self._prefetch.exhausted else "wait"}, None
 
     def check(self) -> None:
-        """Raises FencedError if another trainer took over. Called before every optimizer step."""
+        """Raises FencedError if another trainer took over, and the error of a publication that failed. Called before
+        every optimizer step.
+        """
+        self._check_publication()
         self._buffer.check_incarnation(self.incarnation)
 
-    def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, then removes its payloads from the ledger."""
-        self.check()
-        write_record(self._recipe.folder, batch, payloads)
+    def record(self, batch: TrainBatch) -> None:
+        """Removes the payloads of a recorded batch from the ledger."""
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
-        self._recorded = batch, time.time_ns()
 
-    def publish(self, sender: WeightSender, version: int, *, changed: bool) -> Publication:
-        """Sends the version to the samplers and retires the credits of what was trained for it."""
+    def publish(
+        self,
+        sender: WeightSender,
+        manifest: WeightManifest,
+        snapshot: WeightSnapshot | None,
+        trained: TrainedBatch | None,
+    ) -> None:
+        """Begins to send a version to the samplers, to retire the credits of what was trained for it, and to write its
+        line, if it has one; `published` waits for the end. Without a snapshot the version is sent when this returns.
+        """
+        assert self._publishing is None, "versions reach the samplers one after the other"
         if self._publisher is None:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
             self._stack.callback(self._publisher.close)
-        self._trace("train")
-        with self._doing(f"publishes version {version}"):
-            publication = self._publisher.publish(version, changed=changed)
-        self._trace("publish")
-        self._version = version
-        return publication
+            self._stack.callback(self._end_publishing)
+        sent = self._publisher.publish(manifest) if snapshot is None else None  # all ranks take part
+        self._publishing = in_thread("publish", self._publish, self._publisher, manifest, snapshot, sent, trained)
 
-    def write_line(
-        self,
-        batch: TrainBatch,
-        payloads: Mapping[str, bytes],
-        result: StepResult,
-        seconds: Mapping[str, float],
-        publication: Publication | None,
-    ) -> None:
+    def published(self) -> bool:
+        """Waits some seconds for the version that is being published, if there is one, and returns whether it is over.
+        Raises the error that ended it.
+        """
+        with self._doing("waits until the last version is published"):
+            if self._publishing is None or not wait([self._publishing], _RANKS_WAIT_SECONDS).done:
+                return self._publishing is None
+        ended, self._publishing = self._publishing, None
+        ended.result()
+        return True
+
+    def write_line(self, trained: TrainedBatch, publication: Publication | None = None) -> None:
         """Writes the batch's line to metrics.jsonl. Without a publication, the batch was retrained from its record."""
         samplers, scorers = self._service_figures()
+        result = trained.result
         line: Line = {
             "step": result.policy_version,
             "optimizer_step": result.optimizer_step,
-            "time": time.time(),
-            **batch_figures(batch),
-            **payload_figures(payloads.values()),
+            "time": trained.time,
+            **batch_figures(trained.batch),
+            **group_figures(trained.groups.values()),
             **result.metrics,
-            **self._source.take_rejections(),
-            **seconds,
-            "trainer_idle_seconds": seconds.get("seconds_claim", 0.0),
+            **trained.rejections,
+            **trained.seconds,
+            "trainer_idle_seconds": trained.seconds.get("seconds_claim", 0.0),
             "trainer_cpu_seconds": cpu_seconds(),
             "processors": len(os.sched_getaffinity(0)),
             **self._samplers.update(samplers),
@@ -188,15 +229,39 @@ class RankZero:
         yield
         self._activity = "trains"
 
-    def _trace(self, step: Literal["train", "publish"]) -> None:
-        """Adds the step to the traces of the batch's groups; it began when the one before ended."""
-        if self._recorded is None:
-            return  # the first publication, or that of a replay
-        batch, began = self._recorded
-        tokens = sum(header.num_loss_tokens for header in batch.headers)
-        attributes = {"tandem.version": batch.policy_version, "tandem.batch_tokens": tokens}
-        add_spans(step, self._buffer.run_id, batch.group_ids, began, attributes)
-        self._recorded = (batch, time.time_ns()) if step == "train" else None
+    def _check_publication(self) -> None:
+        """Raises the error of a publication that failed."""
+        if self._publishing is not None and self._publishing.done():
+            self._publishing.result()
+
+    def _publish(
+        self,
+        publisher: Publisher,
+        manifest: WeightManifest,
+        snapshot: WeightSnapshot | None,
+        sent: Publication | None,
+        trained: TrainedBatch | None,
+    ) -> None:
+        """Publishes a version, unless it was sent already, and writes its spans and its line."""
+        publication = sent or publisher.publish(manifest, snapshot)
+        self._version = manifest.policy_version
+        if trained is None:
+            return
+        ended = time.time_ns()
+        tokens = sum(header.num_loss_tokens for header in trained.batch.headers)
+        attributes = {"tandem.version": self._version, "tandem.batch_tokens": tokens}
+        spans: Mapping[Step, tuple[int, int]] = {
+            "train": trained.trained_ns,
+            "publish": (ended - int(1e9 * publication.publication_seconds), ended),
+        }
+        for step, (start, end) in spans.items():
+            add_spans(step, self._buffer.run_id, trained.batch.group_ids, start, attributes, end)
+        self.write_line(trained, publication)
+
+    def _end_publishing(self) -> None:
+        """At the end of the trainer, which another error may have caused."""
+        if self._publishing is not None:
+            wait([self._publishing], _CLOSE_SECONDS)
 
     def _figures(self) -> dict[str, float]:
         since = self._waiting_since

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -16,7 +18,7 @@ from typing import NoReturn
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import StepResult, TrainBatch
+from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.store_source import redis_store
@@ -25,13 +27,15 @@ from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
-from tandem.services.trainer.batch_source import groups_of_rank, read_payloads
-from tandem.services.trainer.publisher import Publication
-from tandem.services.trainer.rank_zero import Order, RankZero
+from tandem.services.trainer.batch_source import groups_of_rank, read_groups
+from tandem.services.trainer.prefetch import RecordedBatch
+from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint, check_world_size
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
+
+log = logging.getLogger(__name__)
 
 _STOPPED = 143  # exit code of SIGTERM: stopped, not finished
 
@@ -51,6 +55,9 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     may also have been ended by an order.
     """
     learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
+    if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
+        stage, dtype = recipe.trainer.resolved_zero_stage, recipe.trainer.dtype
+        log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
@@ -58,7 +65,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         orders = Orders(buffer.connection)
         rank_zero = None
         if learner.rank == 0:
-            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
+            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packings, stop)
             stack.callback(rank_zero.close)
         finished = Trainer(recipe, buffer, learner, sender, rank_zero).run()
         if finished and rank_zero:
@@ -100,15 +107,19 @@ class Trainer:
         """Trains until the last batch, or until no group is left. Returns False if it was stopped before."""
         self.recover()
         self.publish(changed=True)
+        self.wait_until_published()
         if self.version == 0:
             self.evaluate()
             self.wait_for_evaluation()
         self.clock.lap()  # times are measured from here
-        while (order := self.next_order())["do"] not in ("end", "stop"):
-            if order["do"] == "train":
-                self.train(batch_from_json(order["batch"]))
+        do = "wait"
+        while do not in ("end", "stop"):
+            do, batch, recorded = self.next_order()
+            if batch is not None:
+                self.train(batch, recorded)
                 self.save_outputs()
-        return order["do"] == "end" and self.finish()
+        self.wait_until_published()
+        return do == "end" and self.finish()
 
     def recover(self) -> None:
         """Loads the last checkpoint and retrains the batches recorded after it, in their order and plan."""
@@ -119,31 +130,44 @@ class Trainer:
         for version in resume_point.recorded:
             batch, payloads = read_record(self.recipe.folder, version)
             check_world_size(batch, self.learner.world_size)
-            result = self.learn(batch, payloads)
-            self.write_line(batch, payloads, result, None)
+            own = groups_of_rank(batch, self.learner.rank)
+            groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
+            result = self.learn(batch, groups)
+            seconds = self.clock.lap()
+            if self.rank_zero:
+                self.rank_zero.write_line(TrainedBatch(batch, groups, result, seconds, time.time()))
 
-    def next_order(self) -> Order:
+    def next_order(self) -> tuple[str, TrainBatch | None, RecordedBatch | None]:
+        """What all ranks do next, the batch to train, and on rank 0 its groups."""
         with self.clock.phase("claim"):
-            own = self.rank_zero.next_order(self.version) if self.rank_zero else None
+            own, recorded = self.rank_zero.next_order(self.version) if self.rank_zero else (None, None)
             order: Order = self.learner.broadcast_object(own)
-            return order
+        if order["do"] != "train":
+            return order["do"], None, None
+        return "train", recorded.batch if recorded else batch_from_json(order["batch"]), recorded
 
-    def train(self, batch: TrainBatch) -> None:
+    def train(self, batch: TrainBatch, recorded: RecordedBatch | None) -> None:
+        """Trains a batch, and publishes its version beside the training of the next one. `recorded` is of rank 0."""
         with self.clock.phase("read"):
-            payloads = read_payloads(self.buffer, batch, self.learner)
+            groups = read_groups(self.buffer, batch, self.learner, recorded.groups if recorded else None)
         with self.clock.phase("record"):
             if self.rank_zero:
-                self.rank_zero.record(batch, payloads)
-        result = self.learn(batch, payloads)
+                self.rank_zero.record(batch)
+        began = time.time_ns()
+        result = self.learn(batch, groups)
+        ended = time.time_ns()
+        self.wait_until_published()
         self.wait_for_evaluation()
-        publication = self.publish(changed=result.changed)
-        self.write_line(batch, payloads, result, publication)
+        seconds, now = self.clock.lap(), time.time()
+        trained = None
+        if recorded:
+            trained = TrainedBatch(batch, groups, result, seconds, now, recorded.rejections, (began, ended))
+        self.publish(changed=result.changed, trained=trained)
 
-    def learn(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> StepResult:
+    def learn(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> StepResult:
         """Takes the optimizer steps of a recorded batch. Raises TrainingError if each of the last batches skipped a
         step of the policy or of the critic.
         """
-        groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
         result = self.learner.train(batch, groups, before_step=self.check_incarnation)
         self.version = batch.policy_version
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
@@ -160,20 +184,29 @@ class Trainer:
         if self.rank_zero:
             self.rank_zero.check()
 
-    def publish(self, *, changed: bool) -> Publication | None:
+    def publish(self, *, changed: bool, trained: TrainedBatch | None = None) -> None:
+        """Publishes the version that was trained last from a copy of its weights, while the next one trains. What is
+        sent from a GPU's memory is published when this returns.
+        """
+        weights = self.recipe.weights
         with self.clock.phase("publish"):
+            incarnation = self.rank_zero.incarnation if self.rank_zero else 0
+            location = str(self.recipe.weights_folder / f"{self.version:06d}") if weights.backend == "disk" else ""
+            manifest = self.sender.manifest(
+                incarnation, self.version, weights.backend, changed=changed, location=location
+            )
+            snapshot = self.sender.snapshot(manifest) if weights.sends_snapshots else None
             if self.rank_zero:
-                return self.rank_zero.publish(self.sender, self.version, changed=changed)
-            manifest = self.sender.manifest(0, self.version, self.recipe.weights.backend, changed=changed)
-            self.sender.broadcast(manifest, self.recipe.weights.deadline_seconds)
-            return None
+                self.rank_zero.publish(self.sender, manifest, snapshot, trained)
+            elif snapshot is None:
+                self.sender.broadcast(manifest, weights.deadline_seconds)
 
-    def write_line(
-        self, batch: TrainBatch, payloads: Mapping[str, bytes], result: StepResult, publication: Publication | None
-    ) -> None:
-        seconds = self.clock.lap()
-        if self.rank_zero:
-            self.rank_zero.write_line(batch, payloads, result, seconds, publication)
+    def wait_until_published(self) -> None:
+        """Blocks all ranks until every version that was trained is published and its line is written."""
+        with self.clock.phase("acknowledge"):
+            is_over = False
+            while not is_over:
+                is_over = self.learner.broadcast_object(self.rank_zero.published() if self.rank_zero else None)
 
     def wait_for_evaluation(self) -> bool:
         """Blocks all ranks until the running evaluation is over. Returns False if the run was stopped before."""
@@ -184,7 +217,11 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """Writes the checkpoint and the export that are due, and starts a due evaluation."""
+        """Writes the checkpoint and the export that are due, and starts a due evaluation, of the published version."""
+        trainer = self.recipe.trainer
+        if not any(map(self._due, (trainer.checkpoint_every, trainer.export_every, trainer.evaluate_every))):
+            return
+        self.wait_until_published()
         if self._due(self.recipe.trainer.checkpoint_every):
             self.save_checkpoint()
         if self._due(self.recipe.trainer.export_every):

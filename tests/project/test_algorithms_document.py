@@ -174,4 +174,5 @@ def test_figures_match_the_records_and_the_records_cover_every_model() -> None:
         "loss_cost.json": f"{records['loss_cost.json']['worst_ratio']:.2f}",
         "chunked_logprobs.json": f"{records['chunked_logprobs.json']['memory_ratio']:.2f}",
         "packing.json": f"{records['packing.json']['efficiency_min']:.2f}",
+        "shared_prompts.json": f"{records['shared_prompts.json']['workloads']['prompts']['saved_over_ideal']:.2f}",
     }

@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
         *("architecture", "algorithms", "dashboard", "metrics", "plugins"),
-        *("reward", "sandbox", "scaling", "security"),
+        *("reward", "sandbox", "scaling", "security", "speed"),
     )
 ]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]

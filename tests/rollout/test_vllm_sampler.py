@@ -18,7 +18,7 @@ from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
-from tests.support.weight_ring import AdapterRing
+from tests.support.weight_ring import AdapterRing, Policy, Ring
 
 PROMPT = list(range(10, 22))
 CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_prompt=4)
@@ -37,6 +37,26 @@ def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> No
             engine.call("check")
         with pytest.raises(UnavailableError):
             engine.call("sample", PROMPT, 1, SamplingParameters())
+
+
+def keep_modules() -> None:
+    """Has weights loaded as on GPUs, or for a model whose modules cannot be replaced."""
+    from tandem.rollout.vllm import worker_extension
+
+    worker_extension.can_be_replaced = lambda model: False  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_weights_are_reloaded_in_place_where_modules_cannot_be_replaced(tmp_path: Path, redis_url: str) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
+    store = redis_store(redis_url, "in-place", "weights")
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments, keep_modules) as engine:
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        for _ in range(3):
+            ring.update()
+            assert ring.agrees()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -102,6 +103,17 @@ for command in {COMMANDS!r}:
     assert "Usage: tandem" in said.getvalue()
 """
     assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
+
+
+def test_a_trainer_loads_no_tracker_before_the_recipe_asks_for_one() -> None:
+    code = "import tandem.services.trainer.service, tandem.trainer.backend.deepspeed.engine"
+    loaded = loaded_by(code)
+    assert "deepspeed" in loaded and not loaded & {"mlflow", "wandb"}
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
+def test_mlflow_can_be_imported_after_deepspeed() -> None:
+    assert "mlflow" in loaded_by("import tandem.trainer.backend.deepspeed.engine, mlflow")
 
 
 WITH_EXPORTS = {"services/config", "services/clients"}

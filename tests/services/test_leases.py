@@ -42,6 +42,9 @@ class Queue:
         self.saved: dict[str, bytes] = {}
         self.num_renewals: Counter[str] = Counter()
         self.errors: dict[str, list[Exception]] = {"claim": [], "renew": [], "complete": [], "release": []}
+        self.num_completed_together: list[int] = []
+        self.may_complete = threading.Event()
+        self.may_complete.set()
         self._tokens = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -61,12 +64,17 @@ class Queue:
         self.saved.update({lease.name: partials[lease.token] for lease in leases if lease.token in partials})
         return [lease.token for lease in leases if self.current.get(lease.name) != lease.token]
 
-    def complete(self, lease: Ticket, result: Answer) -> bool:
+    def complete(self, finished: Sequence[tuple[Ticket, Answer]]) -> Collection[int]:
         self._fail("complete")
-        if self.current.pop(lease.name, None) != lease.token:
-            return False
-        self.completed[lease.name] = result.text
-        return True
+        self.num_completed_together.append(len(finished))
+        self.may_complete.wait(TIMEOUT)
+        refused = []
+        for lease, result in finished:
+            if self.current.pop(lease.name, None) == lease.token:
+                self.completed[lease.name] = result.text
+            else:
+                refused.append(lease.token)
+        return refused
 
     def release(self, lease: Ticket, release: Release, partial: bytes | None) -> str:
         self._fail("release")
@@ -160,18 +168,36 @@ def worker(request: pytest.FixtureRequest) -> Worker:
     return Worker(runs_in_threads=request.param)
 
 
-def test_the_loop_holds_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
+def test_the_loop_works_on_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
     queue = Queue(*"abcdef")
     most: list[int] = []
+    answered: list[str] = []
 
     def may_answer(name: str) -> bool:
-        most.append(len(queue.current))
+        most.append(len(worker.began) - len(answered))
         return len(worker.began) >= 3
 
-    worker.may_answer = may_answer
+    def outcome(held: Held[Ticket]) -> Answer:
+        answered.append(held.lease.name)
+        return Answer(held.lease.name.upper())
+
+    worker.may_answer, worker.outcome = may_answer, outcome
     figures = run(queue, worker, lambda loop: len(queue.completed) == 6, capacity=3)
     assert queue.completed == {name: name.upper() for name in "abcdef"} and max(most) == 3
     assert (figures["tickets_completed"], figures["tickets_held"], figures["tickets_refused"]) == (6, 0, 0)
+
+
+def test_the_loop_goes_on_while_results_are_stored_but_holds_at_most_twice_its_capacity() -> None:
+    queue, worker = Queue(*"abcdefgh"), Worker()
+    queue.may_complete.clear()
+
+    async def store(loop: Loop) -> None:
+        await asyncio.sleep(0.05)
+        assert (worker.began, loop.num_held) == (list("abcdef"), 6), "three are stored, and three wait for that"
+        queue.may_complete.set()
+        await until(lambda: len(queue.completed) == 8)
+
+    run(queue, worker, lambda loop: len(worker.began) == 6, store, capacity=3)
 
 
 def test_only_accepted_results_are_counted(worker: Worker) -> None:
@@ -185,6 +211,23 @@ def test_only_accepted_results_are_counted(worker: Worker) -> None:
     worker.outcome = outcome
     figures = run(queue, worker, lambda loop: loop.figures()["tickets_refused"] == 1)
     assert (figures["tickets_completed"], figures["rows"]) == (1, 3) and queue.completed == {"a": "done"}
+
+
+def test_results_that_come_while_others_are_completed_are_completed_together() -> None:
+    queue, worker = Queue(*"abcd"), Worker()
+    queue.may_complete.clear()
+    worker.may_answer = lambda name: name == "a" or bool(queue.num_completed_together)
+    answered: list[str] = []
+
+    def outcome(held: Held[Ticket]) -> Answer:
+        answered.append(held.lease.name)
+        if len(answered) == 4:
+            queue.may_complete.set()
+        return Answer("done")
+
+    worker.outcome = outcome
+    figures = run(queue, worker, lambda loop: loop.figures()["tickets_completed"] == 4)
+    assert queue.num_completed_together == [1, 3] and figures["tickets_refused"] == 0
 
 
 def test_leases_are_renewed_with_unsaved_progress(worker: Worker) -> None:
@@ -337,7 +380,7 @@ def test_a_tolerated_outage_is_waited_out_and_the_lease_given_back(monkeypatch: 
     queue, worker = Queue("a", "b"), Worker()
     queue.errors = {verb: [UnavailableError("Redis is away")] for verb in queue.errors}
     figures = run(queue, worker, lambda _: len(queue.completed) + len(queue.released) == 2, tolerates_outages=True)
-    assert [release.reason for _, release, _ in queue.released] == ["outage"] and len(queue.completed) == 1
+    assert {release.reason for _, release, _ in queue.released} == {"outage"}
     assert figures["outages"] >= 3, "of the claim, the completion and the release"
 
 

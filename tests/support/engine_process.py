@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,16 +17,23 @@ from tandem.rollout.engine import SamplerArguments, find_engine
 START_SECONDS = 100.0
 
 
-class EngineProcess:
-    """Calls a `Sampler`'s methods by name: `submit` returns a future, `call` waits for it. Also a context manager."""
+def nothing() -> None:
+    """Prepares nothing."""
 
-    def __init__(self, arguments: SamplerArguments) -> None:
+
+class EngineProcess:
+    """Calls a `Sampler`'s methods by name: `submit` returns a future, `call` waits for it. Also a context manager.
+
+    `prepare`, a function of a module, is called in the new process before the engine starts.
+    """
+
+    def __init__(self, arguments: SamplerArguments, prepare: Callable[[], None] = nothing) -> None:
         self.group_store = arguments.group_store
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._futures: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
-        self.process = context.Process(target=_serve, args=(theirs, arguments), daemon=False)
+        self.process = context.Process(target=_serve, args=(theirs, arguments, prepare), daemon=False)
         self.process.start()
         theirs.close()
         ready: Future[Any] = Future()
@@ -83,7 +91,8 @@ class EngineProcess:
                 future.set_exception(RuntimeError("the engine's process ended"))
 
 
-def _serve(pipe: Connection, arguments: SamplerArguments) -> None:
+def _serve(pipe: Connection, arguments: SamplerArguments, prepare: Callable[[], None]) -> None:
+    prepare()
     asyncio.run(_answer(pipe, arguments))
 
 

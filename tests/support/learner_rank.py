@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def train_whole_batch(
     """Trains a new learner on two batches; returns all weights of policy and critic before and after, and the last
     batch's metrics.
     """
-    config = case.config.model_copy(update={"backend": backend, "collective_timeout_seconds": 60})
+    config = _on_all_ranks(case.config.model_copy(update={"collective_timeout_seconds": 60}), backend)
     learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=12)
     start = _policy_and_critic(learner)
     metrics: dict[str, float] = {}
@@ -123,7 +124,7 @@ def train_whole_batch(
             world_size=learner.world_size,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
             optimizer_steps=config.optimizer_steps_per_batch,
-            packing=learner.packing,
+            packing=learner.packings[-1],
         )
         own = {row.group_id for row in batch.plan if learner.rank in (0, row.rank)}
         trains_all = learner.rank == 0 or version == 1 or config.packing == "flat" or case.broken
@@ -133,6 +134,11 @@ def train_whole_batch(
     if learner.world_size == 1:  # several ranks leave their process group together at the end
         learner.close()
     return start, weights, metrics
+
+
+def _on_all_ranks(config: TrainerConfig, backend: str) -> TrainerConfig:
+    """The configuration for this backend and this process' number of ranks, on which the ZeRO stage depends."""
+    return config.model_copy(update={"backend": backend, "num_ranks": int(os.environ.get("WORLD_SIZE", "1"))})
 
 
 def _policy_and_critic(learner: Learner) -> dict[str, Tensor]:
@@ -171,7 +177,7 @@ def bad_rows_error(learner: Learner) -> str:
 
 def run(model: Path, backend: str, folder: Path) -> dict[str, Any]:
     """Trains, saves, resumes and exports; returns this rank's report."""
-    config = CONFIG.model_copy(update={"backend": backend})
+    config = _on_all_ranks(CONFIG, backend)
     learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
     report: dict[str, Any] = {
         "bad_rows": bad_rows_error(learner),

@@ -1,9 +1,9 @@
 """A reference implementation of learning in one file: trains a model on the recorded batches of a run.
 
 It reads `batches/<version>` with json and pyarrow alone and computes rows, advantages, weights and loss by itself. It
-uses nothing of `services/`, and of `trainer/` only the engine's set-up. With `engine="deepspeed"` (world size 1, thread
-count and configuration of the run) its weights equal the run's bit for bit; `engine="torch"` is plain torch, which
-differs in the last bits of a sum.
+uses nothing of `services/`, and of `trainer/` only the engine's set-up and the layout of shared prompts. With
+`engine="deepspeed"` (world size 1, thread count and configuration of the run) its weights equal the run's bit for bit;
+`engine="torch"` is plain torch, which differs in the last bits of a sum and computes every row by itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tandem.protos.types import Segment
 from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
+from tandem.trainer.batch.shared_prompts import SharedPrompts
 from tandem.trainer.config import TrainerConfig
+from tandem.trainer.models.shared_attention import SHARED_PROMPTS
 from tandem.trainer.models.token_model import add_token_statistics
 
 Row = dict[str, Any]
@@ -36,7 +39,8 @@ def train_reference(
     policy = Policy(model_path, config, engine)
     for folder in sorted((run_folder / "batches").iterdir()):
         plan = json.loads((folder / "plan.json").read_text())
-        assert plan["packing"] == "padded", "rows end to end are not in here"
+        assert plan["packing"] in ("padded", "shared"), "rows end to end are not in here"
+        policy.packing = plan["packing"]
         policy.set_learning_rate(learning_rate(plan["policy_version"], config, total_batches))
         steps = read_rows(folder, plan, config)
         proximal = [[proximal_logprobs(policy, rows, len(steps), config) for rows in cells] for cells in steps]
@@ -133,12 +137,29 @@ def loss_of(current_N: Tensor, proximal_N: Tensor | None, rows: list[Row], confi
     return torch.dot(loss_N * weight_N, per_token(rows, "share"))
 
 
+def share_prompts(tokens: SimpleNamespace, rows: list[Row]) -> None:
+    """Changes the engine's inputs to one line in which equal prompts are computed once."""
+    segments = [
+        Segment(np.array(row["ids"], np.int32), np.zeros(0, np.float32), np.array(row["loss_mask"], np.uint8), ())
+        for row in rows
+    ]
+    shared = SharedPrompts.of(segments, torch.device("cpu"))
+    before = [int(shared.columns(number, np.array(t - 1))) for number, t in sampled_places(rows)]
+    columns = sorted(set(before))
+    ids = torch.from_numpy(shared.ids_T)[None]
+    tokens.inputs = {"input_ids": ids, "position_ids": shared.positions_BT, "shared_prompts": shared}
+    tokens.row_N = torch.zeros(len(before), dtype=torch.long)
+    tokens.column_N = torch.tensor([columns.index(column) for column in before])
+    tokens.columns_K = torch.tensor(columns)
+
+
 class Policy:
     """A model and its optimizer: DeepSpeed's, or plain torch's."""
 
     def __init__(self, model_path: Path, config: TrainerConfig, engine: Literal["deepspeed", "torch"]) -> None:
         assert config.dtype == "float32", "the twin trains in float32 only"
         self.config = config
+        self.packing = "padded"
         self.module = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).train()
         self.engine: Any = None
         if engine == "deepspeed":
@@ -161,15 +182,17 @@ class Policy:
         temperature_N = torch.tensor([json.loads(rows[number]["sampling"])["temperature"] for number, _ in places])
         target_N = torch.tensor([rows[number]["ids"][t] for number, t in places])
         if self.engine is not None:  # outside the engine, the head's gradient would differ in its last bits
-            columns_K = torch.tensor(columns)
             tokens = SimpleNamespace(
                 inputs={"input_ids": ids},
                 row_N=row_N,
                 column_N=column_N,
-                columns_K=columns_K,
+                columns_K=torch.tensor(columns),
                 target_N=target_N,
                 temperature_N=temperature_N,
             )
+            if self.packing == "shared":
+                share_prompts(tokens, rows)
+            self.module.set_attn_implementation(SHARED_PROMPTS if self.packing == "shared" else "sdpa")
             return self.engine(tokens=tokens)[0]
         logits = self.module(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(columns)).logits
         logits_NV = logits[row_N, column_N].float() / temperature_N[:, None]

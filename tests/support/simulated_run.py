@@ -38,6 +38,7 @@ def write_simulated_run(recipe: Recipe, rates: Rates, groups: list[GroupSize], n
                 "seconds_train": rates.batch_seconds + rates.token_seconds * tokens,
                 "seconds_evaluate": rates.evaluation_seconds if evaluated else 0.0,
                 "seconds_publish": rates.publish_seconds,
+                "publication_seconds": rates.publication_seconds,
                 "samplers_acknowledged": setting.samplers,
                 "sampler_busy_seconds": busy,
                 "sampler_idle_seconds": setting.samplers * (now - 1000.0) - busy,

@@ -129,7 +129,7 @@ def make_batch(
         world_size=world_size,
         tokens_per_micro_batch=tokens_per_micro_batch,
         optimizer_steps=optimizer_steps,
-        packing=packing,
+        packings=(packing,),
     )
     return batch, by_id
 

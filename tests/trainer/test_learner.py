@@ -137,7 +137,7 @@ def test_resume_is_bit_exact(make_learner: MakeLearner, tmp_path: Path, engine_s
 def test_a_checkpoint_of_another_engine_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "000001"
     make_learner(zero_stage=1).save(folder, 1)
-    with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 3: resume with 1"):
+    with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 0: resume with 1"):
         make_learner().load(folder)
     with pytest.raises(ConfigError, match=r"trainer\.backend = deepspeed, not fsdp: resume with deepspeed") as failure:
         make_learner(backend="fsdp").load(folder)
@@ -232,6 +232,7 @@ CONFIGS = {
     "uncorrected, stage 0": TrainerConfig(
         learning_rate=1e-3, correction="none", zero_stage=0, gradient_clip=0.1, loss={"clip_high": 0.3}
     ),
+    "shared prompts": TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=96, packing="shared"),
 }
 
 
@@ -251,6 +252,7 @@ def test_the_reference_loop_reproduces_the_learners_weights(
             policy_version=version,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
             optimizer_steps=config.optimizer_steps_per_batch,
+            packing="shared" if config.packing == "shared" else "padded",
         )
         write_record(tmp_path, batch, make_payloads(groups))
         assert learner.train(batch, by_id).changed

@@ -1,7 +1,8 @@
 """Builds micro-batches of tensors from planned rows.
 
 Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. With
-packing "padded" every row has its own line, padded on the right; with "flat" all rows are concatenated in one line.
+packing "padded" every row has its own line, padded on the right; with "flat" all rows are concatenated in one line, and
+with "shared" too, but a prompt of several rows only once (trainer/batch/shared_prompts.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import Packing, PlannedRow, ScoredTrajectory, Segment, TrainBatch, Trajectory, TrajectoryGroup
+from tandem.trainer.batch.shared_prompts import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,17 @@ class FlatRows:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. The N loss tokens of all rows are flat; token i is column `target_column_N[i]` of line
-    `row_N[i]`.
+    """One forward pass. The N loss tokens of all rows are flat; token i is predicted at column `columns_K[column_N[i]]`
+    of line `row_N[i]`.
     """
 
     ids_BT: Tensor
     flat: FlatRows | None
-    """None if every row has its own line."""
+    """None if every row has its own line, or prompts are shared."""
+    shared: SharedPrompts | None
+    """None if no prompts are shared."""
     columns_K: Tensor
-    """Columns whose logits a loss token needs: the column before each loss token."""
+    """Columns whose logits a loss token needs: that of the token before it in its row."""
     row_N: Tensor
     column_N: Tensor
     """Index in K of each token's logits."""
@@ -68,8 +72,15 @@ class MicroBatch:
         """The model's arguments, by transformers' names.
 
         There is no attention mask: padding is on the right and attention is causal. Concatenated rows are separated by
-        positions that restart at 0 (masks) and by their ends (variable-length attention).
+        positions that restart at 0 (masks) and by their ends (variable-length attention). `shared_prompts` goes through
+        the model to trainer/models/shared_attention.py.
         """
+        if self.shared is not None:
+            return {
+                "input_ids": self.ids_BT,
+                "position_ids": self.shared.positions_BT,
+                "shared_prompts": self.shared,
+            }
         if self.flat is None:
             return {"input_ids": self.ids_BT}
         ends, longest = self.flat.ends, self.flat.longest
@@ -144,20 +155,24 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
         rows = [TrainingRow(_EMPTY)]
     targets = [np.flatnonzero(row.segment.loss_mask) for row in rows]
     counts = [len(columns) for columns in targets]
-    flat = None
-    if packing == "flat":
+    flat = shared = None
+    row_N = np.zeros(sum(counts), np.int64)
+    if packing == "shared":
+        shared = SharedPrompts.of([row.segment for row in rows], device)
+        ids_BT = shared.ids_T[None]
+        before_N = np.concatenate([shared.columns(row, columns - 1) for row, columns in enumerate(targets)])
+    elif packing == "flat":
         ids_BT = np.concatenate([row.segment.ids for row in rows]).astype(np.int64)[None]
         ends = np.cumsum([0, *(len(row.segment.ids) for row in rows)])
         flat = _flat_rows(ends, device)
-        row_N = np.zeros(sum(counts), np.int64)
-        target_column_N = np.concatenate(targets) + np.repeat(ends[:-1], counts)
+        before_N = np.concatenate(targets) + np.repeat(ends[:-1], counts) - 1
     else:
         ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
         for number, row in enumerate(rows):
             ids_BT[number, : len(row.segment.ids)] = row.segment.ids
         row_N = np.repeat(np.arange(len(rows)), counts)
-        target_column_N = np.concatenate(targets)
-    columns_K, column_N = np.unique(target_column_N - 1, return_inverse=True)
+        before_N = np.concatenate(targets) - 1
+    columns_K, column_N = np.unique(before_N, return_inverse=True)
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
 
@@ -170,10 +185,11 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
     return MicroBatch(
         ids_BT=on_device(ids_BT),
         flat=flat,
+        shared=shared,
         columns_K=on_device(columns_K),
         row_N=on_device(row_N),
         column_N=on_device(column_N),
-        target_N=on_device(ids_BT[row_N, target_column_N]),
+        target_N=per_token(lambda row, columns: row.segment.ids[columns].astype(np.int64)),
         temperature_N=per_token(lambda row, columns: np.full(len(columns), row.temperature, np.float32)),
         behavior_logprobs_N=per_token(lambda row, columns: row.segment.behavior_logprobs[columns]),
         versions_N=per_token(lambda row, columns: _versions(row.segment, columns)),

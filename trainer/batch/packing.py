@@ -1,17 +1,21 @@
-"""Packs rows into micro-batches within a token budget, as padded rectangles or as concatenated rows.
+"""Packs rows into micro-batches within a token budget, as padded rectangles or as concatenated rows, which may share
+prompts.
 
-trainer/models/flat_rows.py decides which of the two a run uses.
+trainer/models/flat_rows.py decides which of these a run uses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from tandem.protos.errors import DataError
-from tandem.trainer.batch.balance import partition, workload
+from tandem.trainer.batch.balance import assign_to_ranks, partition, workload
 
 MAX_PADDING = 1 / 20
 """A larger share of padding justifies another micro-batch, except as MAX_PADDING_OF_BUDGET says."""
@@ -62,6 +66,87 @@ def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1
         if max(sum(lengths[row] for row in rows) for rows in bins) <= token_budget:
             return bins  # reached at the latest when every bin has one row
         count += multiple_of
+
+
+class SharedRow(NamedTuple):
+    """A row and its prompt. Rows with equal prompts, of more than 0 tokens, share them."""
+
+    length: int
+    prompt: tuple[int, int]
+    """(number of tokens, digest)."""
+
+
+def pack_shared(rows: Sequence[SharedRow], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Bins of row indices for attention over shared prompts, each within the budget (`shared_budget`).
+
+    Rows with the same prompt are in one bin if they fit into it, else in as few bins of similar size as possible. If
+    the most loaded of `multiple_of` ranks then has less to do, they are divided further. Deterministic. Raises
+    DataError if a single row exceeds the budget.
+    """
+    if not rows:
+        return []
+    _check_longest([row.length for row in rows], token_budget)
+    by_prompt: dict[object, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_prompt.setdefault(row.prompt if row.prompt[0] else number, []).append(number)
+    most = max(map(len, by_prompt.values())) if multiple_of > 1 else 1
+    tries = [1 << power for power in range(most.bit_length())]
+    found = [_pack_units(rows, list(by_prompt.values()), parts, token_budget, multiple_of) for parts in tries]
+
+    def load(bins: list[list[int]]) -> int:
+        works = [shared_work([rows[number] for number in one]) for one in bins]
+        return max(sum(works[number] for number in part) for part in assign_to_ranks(works, multiple_of))
+
+    return min(found, key=load)
+
+
+def _pack_units(
+    rows: Sequence[SharedRow], groups: Iterable[list[int]], parts: int, token_budget: int, multiple_of: int
+) -> list[list[int]]:
+    units = [unit for group in groups for unit in _divide(rows, group, parts, token_budget)]
+    works = [shared_work([rows[number] for number in unit]) for unit in units]
+    total = sum(shared_budget([rows[number] for number in unit]) for unit in units)
+    count = _round_up(-(-total // token_budget), multiple_of)
+    while True:
+        chosen = partition(works, min(count, len(units)))
+        bins = [sorted(number for unit in one for number in units[unit]) for one in chosen]
+        if max(shared_budget([rows[number] for number in one]) for one in bins) <= token_budget:
+            return bins  # reached at the latest when every bin has one unit
+        count += multiple_of
+
+
+def _divide(rows: Sequence[SharedRow], group: list[int], parts: int, token_budget: int) -> list[list[int]]:
+    """Consecutive rows of one prompt in at least `parts` units within the budget, of similar numbers of rows."""
+    for count in range(min(parts, len(group)), len(group) + 1):
+        edges = [part * len(group) // count for part in range(count + 1)]
+        units = [group[first:last] for first, last in pairwise(edges)]
+        if max(shared_budget([rows[number] for number in unit]) for unit in units) <= token_budget:
+            break
+    return units
+
+
+def shared_tokens(rows: Sequence[SharedRow]) -> int:
+    """The tokens that one forward pass of these rows computes."""
+    return _without_repeats(rows, lambda num_tokens: num_tokens)
+
+
+def shared_work(rows: Sequence[SharedRow]) -> int:
+    """The work of one forward pass of these rows (`tandem.trainer.batch.balance.workload`)."""
+    return _without_repeats(rows, workload)
+
+
+def shared_budget(rows: Sequence[SharedRow]) -> int:
+    """What these rows take of a token budget: the tokens computed, and an eighth of a prompt for each answer, because
+    attention keeps a copy of the prompt's keys and values for it.
+    """
+    counts = Counter(row.prompt for row in rows)
+    return shared_tokens(rows) + sum(count * size // 8 for (size, _), count in counts.items() if count > 1)
+
+
+def _without_repeats(rows: Sequence[SharedRow], cost: Callable[[int], int]) -> int:
+    counts = Counter(row.prompt for row in rows)
+    repeated = sum((count - 1) * cost(size) for (size, _), count in counts.items())
+    return sum(cost(row.length) for row in rows) - repeated
 
 
 def _too_padded(bins: Sequence[Sequence[int]], lengths: Sequence[int], token_budget: int) -> bool:

@@ -40,7 +40,7 @@ def save_checkpoint(
         optimizer_step=optimizer_step,
         backend=config.backend,
         world_size=ranks.world_size,
-        zero_stage=config.zero_stage,
+        zero_stage=config.resolved_zero_stage,
         dtype=config.dtype,
         trainer=config.model_dump(mode="json"),
         trained_elements={name: engine.num_trained for name, engine in engines.items()},
@@ -70,7 +70,7 @@ def load_checkpoint(
     for setting, written, now in (
         ("trainer.backend", state.backend, config.backend),
         ("trainer.num_ranks × trainer.num_nodes", state.world_size, ranks.world_size),
-        ("trainer.zero_stage", state.zero_stage, config.zero_stage),
+        ("trainer.zero_stage", state.zero_stage, config.resolved_zero_stage),
         ("trainer.dtype", state.dtype, config.dtype),
     ):
         if written != now:

@@ -1,4 +1,5 @@
-"""Decides whether rows are concatenated without padding, and checks that the models keep such rows separate.
+"""Decides whether rows are concatenated without padding and share prompts, and checks that the models keep such rows
+separate.
 
 Some models silently mix such rows: their layers carry state past the end of a row, or their attention ignores
 positions. Every model is therefore tested once on two short rows before use. Relative to full mixing, where the second
@@ -6,6 +7,8 @@ row continues the first:
 
 - leak: replacing the first row must hardly change the second, though a mixture of experts gives no equal bits.
 - apart: the second row must equal the same row in its own line, up to rounding.
+
+With a shared prompt, this is about the rest of the two rows.
 """
 
 from __future__ import annotations
@@ -22,93 +25,160 @@ from tandem.protos.errors import ModelError
 from tandem.protos.types import Packing, Segment
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, stack
+from tandem.trainer.models.shared_attention import SHARED_PROMPTS, why_not_shared
 from tandem.trainer.models.varlen_attention import varlen_attention
 from tandem.trainer.rank import Rank
 
 log = logging.getLogger(__name__)
 
 _LENGTHS = 8, 12
+_PROMPT = 4
+_HOW = {"flat": "are packed end to end", "shared": "share a prompt"}
 _MOST = {torch.float32: (1e-5, 1e-3)}
 _MOST_IN_HALF_PRECISION = 2e-3, 0.25  # rounding may send a token to another expert
 
 
-def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
-    """The packing of new batches, the same on every rank. Sets the models' attention accordingly.
+class RowPacking:
+    """The packings of new batches, and the models' attention for any batch. The same on every rank."""
 
-    `auto` is flat if every model has variable-length attention and keeps rows separate. All ranks must call it. Raises
-    ModelError if `flat` is required and a model mixes rows, or a model cannot run concatenated rows at all.
-    """
-    if wanted == "padded":
-        return "padded"
-    found = [varlen_attention(engine.module, rank.device, engine.dtype) for engine in engines]
-    if wanted == "auto" and not rank.all_agree(None not in found):
-        return "padded"
-    before = [engine.module.config._attn_implementation for engine in engines]
-    _set_attention(engines, found)
-    try:
-        check_row_separation(engines, rank)
-    except _MixingError as error:
-        if wanted == "flat":
-            raise
-        _set_attention(engines, before)
-        if rank.rank == 0:
-            log.warning("rows are padded: %s", error)
-        return "padded"
-    return "flat"
+    packings: tuple[Packing, ...]
+    """A batch has the last one if it computes far fewer tokens than with the first (trainer/batch/planning.py)."""
+
+    def __init__(
+        self, wanted: Literal["auto", "padded", "flat", "shared"], engines: Sequence[TrainingEngine], rank: Rank
+    ) -> None:
+        """`auto` is flat if every model has variable-length attention and keeps rows separate, else padded, and shares
+        prompts if every model can. All ranks must call it. Raises ModelError if `flat` or `shared` is required and a
+        model mixes rows, or a model cannot run concatenated rows at all.
+        """
+        self._engines, self._rank = engines, rank
+        self._separate: list[str] = [engine.module.config._attn_implementation for engine in engines]
+        self._used: Sequence[str] = self._separate
+        self._checked: set[Packing] = {"padded"}
+        if wanted != "padded":
+            found = [varlen_attention(engine.module, rank.device, engine.dtype) for engine in engines]
+            if wanted == "flat" or rank.all_agree(None not in found):
+                self._use_flat(found, is_required=wanted == "flat")
+        base: Packing = "flat" if "flat" in self._checked else "padded"
+        self.packings = (base,)
+        if wanted == "shared":
+            self.use("shared")
+            self.packings = ("shared",)
+        elif wanted == "auto" and self._shares():
+            self.packings = (base, "shared")
+
+    def use(self, packing: Packing) -> None:
+        """Sets the models' attention for a batch. All ranks must call it. Raises ModelError, on every rank, if a model
+        mixes such rows or cannot run them.
+        """
+        if packing not in self._checked:
+            self._set(self._separate)
+            if packing == "shared":
+                self._check_shared()
+            check_row_separation(self._engines, self._rank, packing)
+            self._checked.add(packing)
+        self._set([SHARED_PROMPTS] * len(self._engines) if packing == "shared" else self._separate)
+
+    def _use_flat(self, found: Sequence[str | None], *, is_required: bool) -> None:
+        before = self._separate
+        self._separate = [name or old for name, old in zip(found, before, strict=True)]
+        self._set(self._separate)
+        try:
+            self.use("flat")
+        except _MixingError as error:
+            if is_required:
+                raise
+            self._separate = before
+            self._set(before)
+            if self._rank.rank == 0:
+                log.warning("rows are padded: %s", error)
+
+    def _check_shared(self) -> None:
+        for engine, attention in zip(self._engines, self._separate, strict=True):
+            reason = why_not_shared(engine.module, attention)
+            if not self._rank.all_agree(reason is None):
+                raise ModelError(
+                    f'{type(engine.module).__name__} cannot share prompts ({reason}): set trainer.packing = "padded"'
+                )
+
+    def _shares(self) -> bool:
+        try:
+            self.use("shared")
+        except ModelError as error:
+            if self._rank.rank == 0:
+                log.warning("prompts are not shared: %s", error)
+            return False
+        return True
+
+    def _set(self, names: Sequence[str]) -> None:
+        if names != self._used:
+            _set_attention(self._engines, names)
+            self._used = names
 
 
 class _MixingError(ModelError):
     """The model runs concatenated rows but mixes them."""
 
 
-def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
-    """Raises ModelError, on every rank, if a model mixes concatenated rows or cannot run them."""
+def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank, packing: Packing = "flat") -> None:
+    """Raises ModelError, on every rank, if a model mixes rows packed in this way or cannot run them."""
     for engine in engines:
-        leak, apart = measure_row_mixing(engine, rank.device)
+        leak, apart = measure_row_mixing(engine, rank.device, packing)
         most_leak, most_apart = _MOST.get(engine.dtype, _MOST_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
-                f"{type(engine.module).__name__} does not keep rows apart that are packed end to end (leak {leak:.1g} "
+                f"{type(engine.module).__name__} does not keep rows apart that {_HOW[packing]} (leak {leak:.1g} "
                 f"of at most {most_leak:.1g}, {apart:.1g} of at most {most_apart:.1g} from the padded row): "
                 'set trainer.packing = "padded"'
             )
 
 
 @torch.no_grad()
-def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
+def measure_row_mixing(engine: TrainingEngine, device: torch.device, packing: Packing = "flat") -> tuple[float, float]:
     """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks must call it. Raises ModelError if
-    the model cannot run concatenated rows.
+    the model cannot run rows packed in this way. The model's attention stays as it is.
     """
-    first, second, other = (_row(engine, number, length) for number, length in enumerate((*_LENGTHS, _LENGTHS[0])))
-    joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids])))
-    alone_TH = _hidden(engine, stack([first, second], device))[1]
-    continued_TH = _hidden(engine, stack([joined], device))[0, _LENGTHS[0] :]
+    size = _PROMPT if packing == "shared" else 0
+    first, second, other = (_row(engine, n, length, size) for n, length in enumerate((*_LENGTHS, _LENGTHS[0])))
+    joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids[size:]])))
+    compared = _LENGTHS[1] - size
+    attention = engine.module.config._attn_implementation
+    alone_TH = _hidden(engine, stack([first, second], device))[1, -compared:]
+    continued_TH = _hidden(engine, stack([joined], device))[0, -compared:]
     try:
-        flat_TH = _hidden(engine, stack([first, second], device, packing="flat"))[0, _LENGTHS[0] :]
-        after_other_TH = _hidden(engine, stack([other, second], device, packing="flat"))[0, _LENGTHS[0] :]
+        if packing == "shared":
+            _set_attention([engine], [SHARED_PROMPTS])
+        packed_TH = _hidden(engine, stack([first, second], device, packing=packing))[0, -compared:]
+        after_other_TH = _hidden(engine, stack([other, second], device, packing=packing))[0, -compared:]
     except (TypeError, ValueError, RuntimeError) as error:
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(engine.module).__name__} cannot run rows that are packed end to end ({what}); "
+            f"{type(engine.module).__name__} cannot run rows that {_HOW[packing]} ({what}); "
             'set trainer.packing = "padded"'
         ) from error
+    finally:
+        if packing == "shared":
+            _set_attention([engine], [attention])
     scale = _largest(continued_TH - alone_TH)
-    return float(_largest(flat_TH - after_other_TH) / scale), float(_largest(flat_TH - alone_TH) / scale)
+    return float(_largest(packed_TH - after_other_TH) / scale), float(_largest(packed_TH - alone_TH) / scale)
 
 
-def _set_attention(engines: Sequence[TrainingEngine], names: Sequence[str | None]) -> None:
+def _set_attention(engines: Sequence[TrainingEngine], names: Sequence[str]) -> None:
     for engine, name in zip(engines, names, strict=True):
-        if name is not None:
-            engine.module.set_attn_implementation(name)
+        engine.module.set_attn_implementation(name)
 
 
-def _row(engine: TrainingEngine, number: int, length: int) -> TrainingRow:
+def _row(engine: TrainingEngine, number: int, length: int, prompt_size: int) -> TrainingRow:
+    """Different tokens for each number, except in the prompt."""
     vocabulary = engine.module.config.get_text_config().vocab_size
-    return TrainingRow(_segment((np.arange(length) + 3 + number * max(_LENGTHS)) % vocabulary))
+    places = np.arange(length)
+    ids = places + 3 + np.where(places < prompt_size, 0, number * max(_LENGTHS))
+    return TrainingRow(_segment(ids % vocabulary, prompt_size))
 
 
-def _segment(ids: Any) -> Segment:
-    return Segment(ids.astype(np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8), ())
+def _segment(ids: Any, prompt_size: int = 0) -> Segment:
+    loss_mask = (np.arange(len(ids)) >= max(1, prompt_size)).astype(np.uint8)
+    return Segment(ids.astype(np.int32), np.zeros(len(ids), np.float32), loss_mask, ())
 
 
 def _hidden(engine: TrainingEngine, batch: MicroBatch) -> Tensor:

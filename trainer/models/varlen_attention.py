@@ -21,8 +21,9 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available
 
 TORCH_VARLEN = "torch_varlen"
-_ACCEPTED = inspect.signature(varlen.varlen_attn).parameters
-_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _ACCEPTED else {}
+_SHARED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
 """Before torch 2.12, heads may share keys and values without being asked for."""
 
 
@@ -40,32 +41,50 @@ def varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> st
     num_heads, soft_cap = config.num_attention_heads, getattr(config, "attn_logit_softcapping", None)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     shape = num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_size
-    return TORCH_VARLEN if soft_cap is None and _kernel_runs(device, dtype, *shape) else None
+    return TORCH_VARLEN if soft_cap is None and kernel_runs(device, dtype, *shape) else None
 
 
 @cache
-def _kernel_runs(device: torch.device, dtype: torch.dtype, num_heads: int, num_shared: int, head_size: int) -> bool:
-    """Runs the kernel on two rows, forward and backward, because support differs between builds and cards."""
+def kernel_runs(device: torch.device, dtype: torch.dtype, num_heads: int, num_shared: int, head_size: int) -> bool:
+    """Runs torch's kernel on two rows, forward and backward, because support differs between builds and cards."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
     query, key = (
         torch.ones(8, heads, head_size, device=device, dtype=dtype, requires_grad=True)
         for heads in (num_heads, num_shared)
     )
     ends = torch.tensor([0, 3, 8], device=device, dtype=torch.int32)
     try:
-        _attend(query, key, key, ends, 5, None, (-1, 0)).sum().backward()
+        with torch.enable_grad():
+            attend_varlen(query, key, key, (ends, ends), (5, 5)).sum().backward()
     except RuntimeError:
         return False
     return True
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: tuple[int, int]
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
-    found = varlen.varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **_SHARED_HEADS
-    )
+    """torch's variable-length attention over sequences end to end: (queries, heads, size) → the same.
+
+    `ends` and `longest` are those of queries and of keys. A sequence with fewer queries than keys has the last ones. A
+    window of w is the token and the w − 1 before it.
+    """
+    left = -1 if window is None or window >= longest[1] else window - 1  # the kernel does not count the token itself
+    value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    value = functional.pad(value, [0, missing]) if missing else value  # the kernel needs one size for all
+    sides = left, 0 if is_causal else left
+    found = varlen.varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=sides, **_SHARED_HEADS)
     assert isinstance(found, Tensor)
-    return found
+    return found[..., :value_size]
 
 
 def torch_varlen_attention(
@@ -96,13 +115,11 @@ def torch_varlen_attention(
         ends = torch.arange(0, (num_lines + 1) * length, length, device=query.device, dtype=torch.int32)
         longest = length
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # transformers counts the token itself in a window, the kernel does not
-    left = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
-    value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-    value = functional.pad(value, [0, missing]) if missing else value  # the kernel needs one size for all
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    found = _attend(query, key, value, ends, longest, scaling, (left, 0 if causal else left))
-    return found.view(num_lines, length, num_heads, -1)[..., :value_size], None
+    found = attend_varlen(
+        query, key, value, (ends, ends), (longest, longest), scale=scaling, window=sliding_window, is_causal=causal
+    )
+    return found.view(num_lines, length, num_heads, -1), None
 
 
 AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)

@@ -1,25 +1,30 @@
--- ARGV: group id, stage, token, payload, headers
-local id, stage, token = ARGV[1], ARGV[2], ARGV[3]
+-- ARGV: stage, then id, token, payload, headers of each group. Returns the tokens of leases that are no longer current.
+local stage = ARGV[1]
 sweep(stage)
-local group = key('group', id)
-if holds(id, stage, token) then
-  refuse_when_full()
-  leave(id)
-  redis.call('HDEL', group, 'token', 'worker')
-  redis.call('HSET', group, 'completed:' .. stage, token)
-  redis.call('SET', key('payload', id), ARGV[4])
-  redis.call('DEL', key('partial', id))
-  if stage == 'prompts' then
-    enter(id, 'generated_waiting', 'back')
-    signal('generated')
-  else
-    redis.call('HSET', group, 'headers', ARGV[5])
-    redis.call('HDEL', META, 'consecutive_drops')
-    enter(id, 'scored_waiting', redis.call('HINCRBY', META, 'sequence', 1))
-    signal('scored')
+local refused = {}
+local checked = false
+for i = 2, #ARGV, 4 do
+  local id, token = ARGV[i], ARGV[i + 1]
+  local group = key('group', id)
+  if holds(id, stage, token) then
+    if not checked then refuse_when_full() end -- before the first, so that all or none are completed
+    checked = true
+    leave(id)
+    redis.call('HDEL', group, 'token', 'worker')
+    redis.call('HSET', group, 'completed:' .. stage, token)
+    redis.call('SET', key('payload', id), ARGV[i + 2])
+    redis.call('DEL', key('partial', id))
+    if stage == 'prompts' then
+      enter(id, 'generated_waiting', 'back')
+    else
+      redis.call('HSET', group, 'headers', ARGV[i + 3])
+      redis.call('HDEL', META, 'consecutive_drops')
+      enter(id, 'scored_waiting', redis.call('HINCRBY', META, 'sequence', 1))
+    end
+  elseif redis.call('HGET', group, 'completed:' .. stage) ~= token then
+    count('stale_results_refused')
+    refused[#refused + 1] = token
   end
-  return 1
 end
-if redis.call('HGET', group, 'completed:' .. stage) == token then return 1 end
-count('stale_results_refused')
-return 0
+if checked then signal(stage == 'prompts' and 'generated' or 'scored') end
+return refused

@@ -92,8 +92,8 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         assert not partials
         return self._store.renew(leases, self._lease_seconds)
 
-    def complete(self, lease: ChunkClaim, result: ChunkResult) -> bool:
-        return self._store.complete(lease, result)
+    def complete(self, finished: Sequence[tuple[ChunkClaim, ChunkResult]]) -> Collection[int]:
+        return [lease.token for lease, result in finished if not self._store.complete(lease, result)]
 
     def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
         """Requeues the chunk. After an infrastructure failure there is a pause, and the attempt is counted."""

@@ -109,6 +109,19 @@ def test_completing_twice_succeeds_and_changes_nothing_and_a_release_after_it_is
     assert buffer.counts()["stale_results_refused"] == 0
 
 
+def test_groups_completed_together_keep_their_payloads_and_only_the_stale_one_is_refused(buffer: Buffer) -> None:
+    ring.offer(buffer, 3)
+    claims = ring.claim(buffer, "prompts", 3)
+    buffer.release(claims[1], "drained", "voluntary")
+    finished = [(claim, claim.group_id.encode(), "") for claim in claims]
+    for _ in range(2):  # the answer of the first call may be lost
+        assert buffer.complete_all(finished) == [claims[1].token]
+    generated = ring.claim(buffer, "generated", 3)
+    assert [(one.group_id, one.payload) for one in generated] == [("0-0", b"0-0"), ("0-2", b"0-2")]
+    counts = buffer.counts()
+    assert (counts["prompts_waiting"], counts["stale_results_refused"]) == (1, 2)
+
+
 def test_an_expired_lease_goes_to_the_front_and_its_late_result_is_refused(buffer: Buffer) -> None:
     ring.offer(buffer, 3)
     late = ring.claim(buffer, "prompts", 2, lease_seconds=0.3)

@@ -19,7 +19,7 @@ from tandem.services.buffer.redis_server import start_redis
 from tandem.services.commands import doctor
 from tandem.services.config.recipe import JobsConfig, ServiceConfig
 from tandem.services.reward.standalone import main as serve_alone
-from tandem.services.run import preflight
+from tandem.services.run import estimates, preflight
 from tests.support.run_inputs import recipe_of, small_values
 
 Change = Callable[..., None]
@@ -229,8 +229,8 @@ def test_a_run_that_serves_jobs_counts_their_memory_and_disk(tmp_path: Path, mon
     plain, offering = recipe_of(values), recipe_of(values, reward={"port": 50051})
     elsewhere = recipe_of(values, reward={"port": 50051}, run={"redis_url": "unix:///nowhere"})
     facts, limit = preflight.check_models(plain), plain.jobs.redis_bytes
-    assert preflight.disk_need_bytes(offering, facts) == preflight.disk_need_bytes(plain, facts) + 3 * limit
-    assert preflight.disk_need_bytes(elsewhere, facts) == preflight.disk_need_bytes(plain, facts)
+    assert estimates.disk_need_bytes(offering, facts) == estimates.disk_need_bytes(plain, facts) + 3 * limit
+    assert estimates.disk_need_bytes(elsewhere, facts) == estimates.disk_need_bytes(plain, facts)
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 2.5e9)
     preflight.check_memory(plain, facts)
     preflight.check_memory(elsewhere, facts)

@@ -37,7 +37,7 @@ def copied(trained: Recipe, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained.folder, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"backend": "fsdp"}], ids=["flat", "fsdp"])
+@pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"packing": "shared", "backend": "fsdp"}])
 def test_runs_with_other_settings_are_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, str]
 ) -> None:
@@ -45,7 +45,7 @@ def test_runs_with_other_settings_are_replayed(
         recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer=trainer)
         put_scored(make_run(url, recipe), different_rewards(2 * P))
         assert train(recipe, url)
-    assert read_record(recipe.folder, 2)[0].packing == trainer.get("packing", "padded")
+    assert read_record(recipe.folder, 2)[0].packing == trainer["packing"]
     assert replay.main(recipe.folder) == 0
     assert "2 versions compared: equal bit for bit" in capsys.readouterr().out
 

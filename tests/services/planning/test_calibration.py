@@ -48,10 +48,12 @@ def recipe_in(folder: Path, budget: int, **trainer: int) -> Recipe:
 def test_rates_are_found_again(tmp_path: Path, budget: int) -> None:
     """A synchronous run tells a step's constant part from that of its rows; others give predictions nearly as good."""
     recipe = recipe_in(tmp_path / "run", budget)
-    found = measure(write_simulated_run(recipe, RATES, GROUPS, 60))
+    rates = replace(RATES, publication_seconds=0.2)
+    found = measure(write_simulated_run(recipe, rates, GROUPS, 60))
     assert found.rates.batch_seconds == pytest.approx(RATES.batch_seconds, rel=0.05)
     assert found.rates.token_seconds == pytest.approx(RATES.token_seconds, rel=0.05)
     assert (found.rates.publish_seconds, found.rates.stall_seconds) == pytest.approx((0.1, 0.02))
+    assert found.rates.publication_seconds == pytest.approx(0.2)
     assert found.rates.score_seconds == pytest.approx(0.01)
     assert (found.rates.trainer_processors, found.rates.sampler_processors) == pytest.approx((0.75, 1.25))
     assert found.processors == 2.0
@@ -60,7 +62,7 @@ def test_rates_are_found_again(tmp_path: Path, budget: int) -> None:
         assert step == pytest.approx((RATES.step_seconds, RATES.row_seconds), rel=1e-3)
     for other in (0, 1, 2):
         predicted = predict(found, recipe_in(tmp_path, other)).steps_per_minute
-        true = predict(replace(found, rates=RATES, groups=tuple(GROUPS)), recipe_in(tmp_path, other)).steps_per_minute
+        true = predict(replace(found, rates=rates, groups=tuple(GROUPS)), recipe_in(tmp_path, other)).steps_per_minute
         assert predicted == pytest.approx(true, rel=0.01 if budget == 0 else 0.1)
 
 

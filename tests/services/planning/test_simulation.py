@@ -23,6 +23,7 @@ rates = st.builds(
     batch_seconds=st.floats(0.0, 5.0),
     token_seconds=st.floats(1e-5, 0.01),
     publish_seconds=st.floats(0.0, 1.0),
+    publication_seconds=st.floats(0.0, 2.0),
     stall_seconds=st.floats(0.0, 0.5),
     score_seconds=st.floats(0.0, 1.0),
     evaluation_seconds=st.floats(0.0, 5.0),
@@ -66,6 +67,18 @@ def test_an_asynchronous_ring_takes_the_longer_of_the_two() -> None:
     found = simulate(Setting(2, 2), slow_trainer, GROUPS)
     assert found.steps_per_minute == pytest.approx(60.0 / 24.4, rel=1e-6)
     assert (found.trainer_idle, found.mean_staleness) == pytest.approx((0.0, 2.0))
+
+
+def test_a_publication_beside_training_delays_only_who_waits_for_it() -> None:
+    slow_trainer = replace(RATES, batch_seconds=20.0)
+    beside = replace(slow_trainer, publication_seconds=5.0)
+    found, without = (simulate(Setting(2, 2), one, GROUPS) for one in (beside, slow_trainer))
+    assert found.steps_per_minute == pytest.approx(without.steps_per_minute)
+    assert (found.trainer_idle, found.mean_staleness) == (0.0, 2.0)
+    synchronous = simulate(Setting(2, 0), beside, GROUPS).steps_per_minute
+    assert synchronous == pytest.approx(60.0 / (GENERATION + 24.4 + 5.0)), "its credits return with the publication"
+    slowest = replace(slow_trainer, publication_seconds=30.0)
+    assert simulate(Setting(2, 4), slowest, GROUPS).steps_per_minute == pytest.approx(2.0, rel=0.01)
 
 
 def test_rows_in_flight_share_a_step() -> None:

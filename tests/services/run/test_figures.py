@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tandem.protos.codec import encode_group
 from tandem.protos.errors import UnavailableError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.run import progress
@@ -21,7 +20,7 @@ from tandem.services.run.metrics import (
     PhaseClock,
     ServiceTotals,
     batch_figures,
-    payload_figures,
+    group_figures,
     percentile_99,
     summarise,
 )
@@ -304,12 +303,9 @@ def test_components_of_the_reward_are_figures() -> None:
         ScoredTrajectory(row.trajectory, row.reward, {"format": 0.5} if row.trajectory.role == "policy" else {"x": 1.0})
         for row in greedy.scored_rows
     ]
-    payloads = [
-        encode_group(TrajectoryGroup(group.prompt, tuple(rows))),
-        encode_group(TrajectoryGroup(greedy.prompt, tuple(others))),
-    ]
+    groups = [TrajectoryGroup(group.prompt, tuple(rows)), TrajectoryGroup(greedy.prompt, tuple(others))]
     lengths = [len(one.prompt.token_ids) for one in (group, greedy)]
-    assert payload_figures(payloads) == {
+    assert group_figures(groups) == {
         "prompt_length_mean": sum(lengths) / 2,
         "prompt_length_max": max(lengths),
         "reward/format": pytest.approx(0.5),

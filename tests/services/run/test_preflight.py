@@ -25,7 +25,7 @@ from tandem.protos.errors import (
 )
 from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe, dump_recipe
-from tandem.services.run import model_check, preflight
+from tandem.services.run import estimates, model_check, preflight
 from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
@@ -260,11 +260,11 @@ def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.Mon
 
 def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
     facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
-    plain = preflight.disk_need_bytes(recipe_of(values), facts)
+    plain = estimates.disk_need_bytes(recipe_of(values), facts)
     assert plain >= 16e9, "one checkpoint with its optimizer, and the final export"
     kept = recipe_of(values, trainer={"checkpoint_every": 1, "keep_checkpoints": 2})
-    assert preflight.disk_need_bytes(kept, facts) >= plain + 24e9
-    assert preflight.disk_need_bytes(recipe_of(values, trainer={"export_every": 1}), facts) >= plain + 12e9
+    assert estimates.disk_need_bytes(kept, facts) >= plain + 24e9
+    assert estimates.disk_need_bytes(recipe_of(values, trainer={"export_every": 1}), facts) >= plain + 12e9
 
 
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, m
     with_critic = model_check.ModelFacts("Qwen2ForCausalLM", 10**9, num_critic_parameters=10**9)
     plain = recipe_of(values)
     assert preflight.check_models(recipe_of(values, trainer={"advantage": "gae"})).num_critic_parameters == 240
-    assert preflight.disk_need_bytes(plain, with_critic) == preflight.disk_need_bytes(plain, facts) + 12e9
+    assert estimates.disk_need_bytes(plain, with_critic) == estimates.disk_need_bytes(plain, facts) + 12e9
     adapters = recipe_of(values, trainer={"lora": {}})
-    assert preflight.disk_need_bytes(adapters, facts) == preflight.disk_need_bytes(plain, facts) - 12e9
+    assert estimates.disk_need_bytes(adapters, facts) == estimates.disk_need_bytes(plain, facts) - 12e9
 
     def fits(recipe: Recipe, facts: model_check.ModelFacts, gigabytes: float) -> bool:
         monkeypatch.setattr(preflight, "free_memory_bytes", lambda: gigabytes * 1e9)
@@ -357,19 +357,23 @@ def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, m
 
     engine = 8 + 1 + 1.1  # two copies of the weights, and the overhead of a sampler and a rank
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
-    assert fits(plain, facts, engine + 16.1) and not fits(plain, facts, engine + 15)
-    assert fits(plain, with_critic, engine + 32.1) and not fits(plain, with_critic, engine + 31)
+    assert fits(plain, facts, engine + 17.1) and not fits(plain, facts, engine + 16)
+    assert fits(plain, with_critic, engine + 53.1) and not fits(plain, with_critic, engine + 52), "ZeRO-3 takes 36"
     assert fits(adapters, facts, engine + 8.1) and not fits(adapters, facts, engine + 7), "a sampler keeps the base"
     assert fits(recipe_of(values, trainer={"lora": {"broadcast": "merged"}}), facts, engine + 4.1)
     held_to_the_first = recipe_of(values, trainer=penalty)
-    assert fits(held_to_the_first, facts, engine + 20.1) and not fits(held_to_the_first, facts, engine + 19)
+    assert fits(held_to_the_first, facts, engine + 21.1) and not fits(held_to_the_first, facts, engine + 20)
     assert fits(recipe_of(values, trainer={**penalty, "lora": {}}), facts, engine + 8.1), "the base weights are held to"
+    partitioned = recipe_of(values, trainer={"num_ranks": 2})
+    assert fits(partitioned, facts, engine + 1 + 36.1) and not fits(partitioned, facts, engine + 36)
+    whole = recipe_of(values, trainer={"num_ranks": 2, "zero_stage": 0})
+    assert fits(whole, facts, engine + 1 + 34.1) and not fits(whole, facts, engine + 34), "each rank holds all"
 
 
 def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
     plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
-    assert 2 * preflight.worst_case_redis_bytes(remax) == 3 * preflight.worst_case_redis_bytes(plain)
-    assert preflight.disk_need_bytes(remax, None) == 1.5 * preflight.disk_need_bytes(plain, None)
+    assert 2 * estimates.worst_case_redis_bytes(remax) == 3 * estimates.worst_case_redis_bytes(plain)
+    assert estimates.disk_need_bytes(remax, None) == 1.5 * estimates.disk_need_bytes(plain, None)
 
 
 def test_a_service_finds_its_own_address_by_the_way_to_redis(values: Values) -> None:

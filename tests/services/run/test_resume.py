@@ -11,7 +11,7 @@ import pytest
 from tandem.protos.errors import ConfigError
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
-from tandem.services.run.resume import FREE, check_resumable, forbidden_changes
+from tandem.services.run.resume import FREE, check_resumable, forbidden_changes, with_zero_stage
 from tests.support.run_inputs import Values, recipe_of
 
 EVERY_TABLE: dict[str, Any] = {
@@ -99,3 +99,16 @@ def test_a_run_may_become_longer_unless_its_learning_rate_decays(values: Values,
     begun(recipe_of(values, run={"folder": elsewhere}, trainer=trainer))
     longer = recipe_of(values, run={"folder": elsewhere, "total_batches": 9}, trainer=trainer)
     assert "run.total_batches was 3" in refusal(longer)
+
+
+def test_a_resumed_run_keeps_the_zero_stage_that_it_began_with(values: Values) -> None:
+    recipe = recipe_of(values)
+    began = with_zero_stage(recipe, resume=False)
+    assert began.trainer.zero_stage == 0, "auto is replaced by what one rank in float32 uses"
+    older = begun(recipe_of(values, trainer={"zero_stage": 3}))
+    resumed = with_zero_stage(recipe, resume=True)
+    check_resumable(resumed)
+    assert resumed == older
+    assert with_zero_stage(recipe, resume=False) == began, "a run that is started over does not"
+    other = with_zero_stage(recipe_of(values, trainer={"zero_stage": 1}), resume=True)
+    assert "trainer.zero_stage was 3" in refusal(other), "a stage that is given is not replaced"

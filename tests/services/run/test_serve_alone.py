@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run import ledger as run_ledger
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.ledger import join_run
+from tandem.services.run.resume import with_zero_stage
 from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.paths import ROOT
 from tests.support.run_inputs import Values, recipe_of, write_chat_model
+from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
@@ -84,7 +86,8 @@ def test_in_any_order_the_feed_creates_the_run(
     assert not buffer.exists()
     feed = serve("feed")
     until(lambda: buffer.counts()["prompts_waiting"] == (S + 1) * P, feed, reward, folder=tmp_path)
-    assert load_resolved(recipe.folder / CONFIG_FILE) == recipe, "`tandem ledger`, `tandem eval` find it there"
+    written = load_resolved(recipe.folder / CONFIG_FILE)
+    assert written == with_zero_stage(recipe, resume=False), "`tandem ledger`, `tandem eval` find it there"
     for process in (feed, reward):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=DEADLINE_SECONDS) == 0
@@ -136,6 +139,52 @@ def test_a_service_that_starts_before_the_feed_waits_for_it_to_resume_the_run(
     late = threading.Event()
     Heartbeat(info, late).send()
     assert late.is_set(), "nobody has resumed it"
+
+
+class CountingLock:
+    """A lock that counts who asked for it."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.num_asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_exception: object) -> None:
+        self._lock.release()
+
+
+def test_reports_that_wait_for_one_another_are_one_and_have_the_newest_figures(
+    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_run(recipe, redis_url, "feed")
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    figures, sent, may_send = {"done": 1.0}, [], threading.Event()
+    heartbeat = Heartbeat(ServiceInfo("reward", lambda: figures, lambda: "works", buffer), threading.Event())
+    lock = CountingLock()
+    monkeypatch.setattr(heartbeat, "_lock", lock)
+
+    def send(name: str, figures: Mapping[str, float], activity: str) -> str:
+        sent.append(figures["done"])
+        assert may_send.wait(DEADLINE_SECONDS)
+        return ""
+
+    monkeypatch.setattr(buffer, "heartbeat", send)
+    threads = [threading.Thread(target=heartbeat.send) for _ in range(4)]
+    threads[0].start()
+    eventually(lambda: sent == [1.0])
+    figures["done"] = 2.0
+    for thread in threads[1:]:
+        thread.start()
+    eventually(lambda: lock.num_asked == 4)
+    may_send.set()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    assert sent == [1.0, 2.0]
+    heartbeat.send()
+    assert sent == [1.0, 2.0, 2.0]
 
 
 def test_a_restarted_feed_finds_its_run(recipe: Recipe, redis_url: str) -> None:

@@ -15,7 +15,7 @@ from tandem.protos.errors import FencedError, LedgerError, ScorerError, Selectio
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.trainer.batch_source import BatchSource, groups_of_rank, read_payloads, rejection
+from tandem.services.trainer.batch_source import BatchSource, groups_of_rank, read_groups, rejection
 from tandem.trainer.batch.rejected import read_rejected
 from tests.support.trainer_ring import different_rewards, make_recipe, make_run, put_scored
 from tests.support.training_groups import group_headers, make_group
@@ -35,7 +35,7 @@ class Run:
 
     def source(self) -> BatchSource:
         incarnation = self.buffer.begin_incarnation()
-        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop, "padded")
+        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop, ("padded",))
 
 
 def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url: str) -> None:
@@ -222,13 +222,13 @@ def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, mon
     batch = two_ranks(run)
     assert groups_of_rank(batch, 0) == ["0-0", "0-1"], "rank 0 writes the record"
     rank = Rank(1, True)
-    payloads = read_payloads(run.buffer, batch, rank)
-    assert set(payloads) == {row.group_id for row in batch.plan if row.rank == 1}
-    assert all(payloads.values())
+    groups = read_groups(run.buffer, batch, rank)
+    assert set(groups) == {row.group_id for row in batch.plan if row.rank == 1}
+    assert all(group.group_id == group_id for group_id, group in groups.items())
     retried = Rank(0, False, True)
-    assert set(read_payloads(run.buffer, batch, retried)) == {"0-0", "0-1"}
+    assert set(read_groups(run.buffer, batch, retried)) == {"0-0", "0-1"}
     with pytest.raises(UnavailableError, match="another rank failed"):
-        read_payloads(run.buffer, batch, Rank(0, False, False))
+        read_groups(run.buffer, batch, Rank(0, False, False))
 
 
 def test_a_missing_payload_fails_on_every_rank(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,5 +243,5 @@ def test_a_missing_payload_fails_on_every_rank(tmp_path: Path, redis_url: str, m
         run.buffer.read(batch.group_ids)
     rank = Rank(0, True, True)
     with pytest.raises(UnavailableError, match="no payload of group 0-0"):
-        read_payloads(run.buffer, batch, rank)
+        read_groups(run.buffer, batch, rank)
     assert rank.votes == [False, False]

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +16,15 @@ import torch
 
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import FencedError, WeightTransferError, error_class
-from tandem.protos.manifest import decode_manifest
+from tandem.protos.manifest import decode_manifest, weights_digest
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import WeightGroupAddress
+from tandem.protos.types import WeightGroupAddress, WeightManifest
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 from tests.support.trainer_ring import make_recipe, make_run
 from tests.support.waiting import eventually
 
@@ -126,6 +126,7 @@ class Ring:
         self.sender = WeightSender(self.weights, bucket_bytes=512, store=self.store)
         self.incarnation = self.buffer.begin_incarnation()
         self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
+        self.recipe = recipe
         self.samplers: list[FakeSampler] = []
 
     def sampler(self, sampler_id: str) -> FakeSampler:
@@ -135,7 +136,13 @@ class Ring:
     def publish(self, version: int, *, changed: bool = True) -> Publication:
         if changed:
             self.weights.value = float(version)
-        return self.publisher.publish(version, changed=changed)
+        return self.publisher.publish(*self.snapshot(version, changed=changed))
+
+    def snapshot(self, version: int, *, changed: bool = True) -> tuple[WeightManifest, WeightSnapshot]:
+        location = str(self.recipe.weights_folder / f"{version:06d}")
+        backend = self.recipe.weights.backend
+        manifest = self.sender.manifest(self.incarnation, version, backend, changed=changed, location=location)
+        return manifest, self.sender.snapshot(manifest)
 
     def registered(self, sampler_id: str) -> Sampler:
         return next(sampler for sampler in self.buffer.samplers() if sampler.id == sampler_id)
@@ -172,6 +179,20 @@ def test_a_version_reaches_every_sampler(ring: Ring) -> None:
         assert {(s.state, s.version) for s in ring.buffer.samplers()} == {("LIVE", version)}
     assert one.joins == (0 if ring.samplers[0]._receiver._group is None else 1), "the group is made once"
     assert ring.buffer.published_version() == 3
+
+
+@every_backend
+def test_a_snapshot_is_sent_as_it_was_taken_though_the_weights_change_meanwhile(ring: Ring) -> None:
+    sampler = ring.sampler("rollout-0")
+    ring.publish(0)
+    manifest, snapshot = ring.snapshot(1)
+    ring.weights.value = 7.0
+    assert ring.publisher.publish(manifest, snapshot).samplers_acknowledged == 1
+    assert (sampler.version, sampler.value) == (1, 0.0)
+    ring.weights.value = 0.0
+    gathered = ring.publisher.publish(replace(manifest, policy_version=2, location=f"{manifest.location}-2"))
+    assert gathered.weights_digest == weights_digest(ring.sender.copy.manifest)
+    assert (sampler.version, sampler.value) == (2, 0.0)
 
 
 @patient

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.protos.errors import ConfigError, DeadlineError, FencedError, LedgerError
+from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.trainer import rank_zero
+from tandem.services.trainer import prefetch
+from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.recovery import check_world_size, find_resume_point, trainer_lock
 from tandem.trainer.batch.record import record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads
+from tests.support.waiting import eventually
 
 TOTAL = 4
 
@@ -67,8 +72,8 @@ def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth:
 @pytest.mark.parametrize(
     ("owner", "name", "when", "nth"),
     [
-        (rank_zero, "write_record", "before", 3),
-        (rank_zero, "write_record", "after", 3),
+        (prefetch, "write_record", "before", 3),
+        (prefetch, "write_record", "after", 3),
         (Buffer, "record", "after", 3),
         (Learner, "train", "after", 3),
         (Buffer, "publish", "after", 4),  # the first call publishes version 0
@@ -94,7 +99,12 @@ def test_a_crash_at_any_moment_changes_nothing(
         crash_at(patched, owner, name, when, nth)
         with pytest.raises(Crash):
             train(recipe, redis_url)
-    assert train(recipe, redis_url)
+    check_resumed(recipe, buffer, redis_url, undisturbed)
+
+
+def check_resumed(recipe: Recipe, buffer: Buffer, url: str, undisturbed: tuple[dict[int, str], bytes]) -> None:
+    """Checks that a successor ends the run with the weights of an undisturbed one, and trains no group twice."""
+    assert train(recipe, url)
     digests, weights = undisturbed
     lines = lines_of(recipe)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -105,6 +115,77 @@ def test_a_crash_at_any_moment_changes_nothing(
     assert (counts["committed"], counts["admitted"], counts["outstanding"]) == (TOTAL * P, TOTAL * P, 0)
     assert buffer.verify() == []
     assert (recipe.folder / "summary.json").exists()
+
+
+def test_a_crash_after_the_next_batch_is_on_disk_changes_nothing(
+    tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    with monkeypatch.context() as patched:
+        when_trained(patched, 3, lambda: eventually(lambda: 4 in recorded_versions(recipe.folder)), crashes=True)
+        with pytest.raises(Crash):
+            train(recipe, redis_url)
+    counts = buffer.counts()
+    assert recorded_versions(recipe.folder) == [1, 2, 3, 4]
+    assert (counts["trained"], counts["scored_claimed"]) == (P, P), "the ledger has only version 3 as recorded"
+    check_resumed(recipe, buffer, redis_url, undisturbed)
+
+
+def test_a_crash_while_a_version_is_published_and_the_next_one_trains_changes_nothing(
+    tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    next_one_trains = threading.Event()
+    original = Buffer.publish
+
+    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+        if version == 3:
+            assert next_one_trains.wait(60.0)
+            raise Crash
+        original(self, incarnation, version, acknowledged)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffer, "publish", publish)
+        when_trained(patched, 4, next_one_trains.set)
+        with pytest.raises(Crash):
+            train(recipe, redis_url)
+    assert buffer.published_version() == 2
+    assert buffer.counts()["trained"] == 2 * P, "two versions are recorded and not published"
+    check_resumed(recipe, buffer, redis_url, undisturbed)
+
+
+def test_a_trainer_that_is_stopped_leaves_the_batch_that_it_recorded_ahead_to_its_successor(
+    tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    stop = threading.Event()
+
+    def stop_after_record() -> None:
+        eventually(lambda: 2 in recorded_versions(recipe.folder))
+        stop.set()
+
+    with monkeypatch.context() as patched:
+        when_trained(patched, 1, stop_after_record)
+        assert not train(recipe, redis_url, stop)
+    assert recorded_versions(recipe.folder) == [1, 2]
+    assert buffer.published_version() == 1 == len(lines_of(recipe)), "the version that was trained is published"
+    check_resumed(recipe, buffer, redis_url, undisturbed)
+
+
+def when_trained(
+    patched: pytest.MonkeyPatch, version: int, action: Callable[[], object], *, crashes: bool = False
+) -> None:
+    """Does the action before the first step of a version, and crashes there if asked to."""
+    original = Learner.train
+
+    def stand_in(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
+        if batch.policy_version == version:
+            action()
+            if crashes:
+                raise Crash
+        return original(self, batch, *args, **kwargs)
+
+    patched.setattr(Learner, "train", stand_in)
 
 
 def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published_once(
@@ -133,14 +214,15 @@ def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published
 
 def test_a_replaced_trainer_takes_no_step(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, buffer = prepared(tmp_path, redis_url)
-    original = RankZero.record
+    original = BatchSource.poll
 
-    def record(self: RankZero, *args: Any) -> None:
+    def poll(self: BatchSource, *args: Any) -> TrainBatch | None:
+        batch = original(self, *args)
         buffer.begin_incarnation()
-        original(self, *args)
+        return batch
 
     steps: list[int] = []
-    monkeypatch.setattr(RankZero, "record", record)
+    monkeypatch.setattr(BatchSource, "poll", poll)
     monkeypatch.setattr(Learner, "train", lambda self, batch, *_, **__: steps.append(batch.policy_version))
     with pytest.raises(FencedError):
         train(recipe, redis_url)
@@ -158,14 +240,14 @@ def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
     checks = itertools.count(1)
 
     def check(self: RankZero) -> None:
-        if next(checks) == 3:  # at the record, the first step and the second step
+        if next(checks) == 2:  # before the first step and before the second step
             buffer.begin_incarnation()
         original(self)
 
     monkeypatch.setattr(RankZero, "check", check)
     with pytest.raises(FencedError):
         train(recipe, redis_url)
-    assert next(checks) == 4
+    assert next(checks) == 3
     assert buffer.published_version() == 0
 
 

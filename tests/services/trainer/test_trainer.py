@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.errors import TrainingError
-from tandem.protos.types import TrajectoryGroup
-from tandem.services.buffer.buffer import Sampler
+from tandem.protos.errors import FencedError, SelectionError, TrainingError
+from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
+from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.buffer.orders import Orders
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
+from tandem.trainer.batch.record import recorded_versions
+from tandem.trainer.config import WeightsConfig
+from tandem.trainer.learner import Learner
+from tandem.trainer.weight_sender import WeightSender
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_group
@@ -64,6 +68,103 @@ def test_a_trainer_ends_with_its_run(tmp_path: Path, redis_url: str) -> None:
     put_scored(buffer, different_rewards(3 * P, start=P))
     assert train(recipe, redis_url)
     assert orders.ended() == "finished" and (recipe.folder / "summary.json").exists()
+
+
+def test_a_version_is_published_while_the_next_one_trains_and_before_the_next_snapshot(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(4 * P))
+    events: list[tuple[str, int]] = []
+    trains, publish, snapshot = threading.Event(), Buffer.publish, WeightSender.snapshot
+
+    def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
+        events.append(("trains", batch.policy_version))
+        if batch.policy_version == 2:
+            trains.set()
+        return train_batch(self, batch, *args, **kwargs)
+
+    def observed_publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+        assert version != 1 or trains.wait(60.0), "version 2 trains before version 1 is published"
+        publish(self, incarnation, version, acknowledged)
+        events.append(("published", version))
+
+    def observed_snapshot(self: WeightSender, manifest: WeightManifest) -> Any:
+        events.append(("snapshot", manifest.policy_version))
+        return snapshot(self, manifest)
+
+    train_batch = Learner.train
+    monkeypatch.setattr(Learner, "train", observed_train)
+    monkeypatch.setattr(Buffer, "publish", observed_publish)
+    monkeypatch.setattr(WeightSender, "snapshot", observed_snapshot)
+    assert train(recipe, redis_url)
+    for version in range(5):
+        assert events.index(("snapshot", version)) < events.index(("published", version))
+        if version:
+            assert events.index(("published", version - 1)) < events.index(("snapshot", version))
+    assert [line["step"] for line in lines_of(recipe)] == [1, 2, 3, 4]
+
+
+def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batch_trains(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightsConfig, "sends_snapshots", False)
+    monkeypatch.setattr(WeightSender, "snapshot", None)
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(4 * P))
+    original, found = Learner.train, []
+
+    def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
+        found.append((batch.policy_version, buffer.published_version()))
+        return original(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(Learner, "train", observed_train)
+    assert train(recipe, redis_url)
+    assert found == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert len({line["weights_digest"] for line in lines_of(recipe)}) == 4
+
+
+def test_no_batch_is_recorded_beyond_the_last_one(tmp_path: Path, redis_url: str) -> None:
+    buffer = make_run(redis_url, make_recipe(tmp_path))
+    put_scored(buffer, different_rewards(4 * P))
+    recipe = make_recipe(tmp_path, run={"total_batches": 2})
+    assert train(recipe, redis_url)
+    assert recorded_versions(recipe.folder) == [1, 2]
+    counts = buffer.counts()
+    assert (counts["committed"], counts["dropped:run_ended"]) == (2 * P, 2 * P)
+
+
+def test_groups_that_carry_no_signal_end_the_trainer_after_the_batch_at_hand(tmp_path: Path, redis_url: str) -> None:
+    selective = {"selection": {"drop_zero_variance": True}, "max_consecutive_rejections": 4}
+    recipe = make_recipe(tmp_path, trainer=selective)
+    buffer = make_run(redis_url, recipe)
+    dull = [make_group(index, rewards=(1.0,) * 4) for index in range(P, P + 4)]
+    put_scored(buffer, [*different_rewards(P), *dull])
+    with pytest.raises(SelectionError, match="4 groups in a row"):
+        train(recipe, redis_url)
+    assert buffer.published_version() == 1 == len(lines_of(recipe))
+
+
+@pytest.mark.parametrize("num_batches", [1, 4], ids=["while it waits for groups", "while it trains"])
+def test_a_trainer_that_is_replaced_while_it_publishes_ends(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, num_batches: int
+) -> None:
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(num_batches * P))
+    original = Buffer.publish
+
+    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+        if version == 1:
+            buffer.begin_incarnation()
+        original(self, incarnation, version, acknowledged)
+
+    monkeypatch.setattr(Buffer, "publish", publish)
+    with pytest.raises(FencedError):
+        train(recipe, redis_url)
+    assert buffer.published_version() == 0 and not (recipe.folder / "metrics.jsonl").exists()
 
 
 GOOD, BAD = (0.0, 1.0, 1.0, 0.0), (1e200, 0.0, 1.0, 0.0)  # beyond float32

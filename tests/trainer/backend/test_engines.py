@@ -117,6 +117,32 @@ def test_every_combination_trains_the_same_weights(model: Path, stage: int, dtyp
 
 
 @pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({}, 0),
+        ({"dtype": "bfloat16"}, 1),
+        ({"num_ranks": 2}, 3),
+        ({"num_nodes": 2}, 3),
+        ({"offload_parameters": True}, 3),
+        ({"offload_optimizer": True, "dtype": "bfloat16"}, 3),
+        ({"backend": "fsdp"}, 3),
+        ({"num_ranks": 2, "zero_stage": 1}, 1),
+    ],
+)
+def test_auto_partitions_where_there_are_several_ranks_or_an_offload(settings: dict[str, Any], stage: int) -> None:
+    config = TrainerConfig(**settings)
+    check_backend(config)
+    assert config.resolved_zero_stage == stage
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_sums_the_gradients_of_micro_batches_in_float32(model: Path, dtype: str) -> None:
+    engine = engine_of(model, TrainerConfig(dtype=dtype))
+    assert engine.deepspeed.get_data_types() == (getattr(torch, dtype), torch.float32)
+    engine.close()
+
+
+@pytest.mark.parametrize(
     ("settings", "remedy"),
     [
         ({"zero_stage": 0, "offload_optimizer": True}, "set trainer.zero_stage to 1, 2 or 3"),

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from tandem.protos.errors import DataError
 from tandem.trainer.batch.balance import workload
-from tandem.trainer.batch.packing import MAX_PADDING, MAX_PADDING_OF_BUDGET, SMALL_BATCH, pack, pack_flat
+from tandem.trainer.batch.packing import (
+    MAX_PADDING,
+    MAX_PADDING_OF_BUDGET,
+    SMALL_BATCH,
+    SharedRow,
+    pack,
+    pack_flat,
+    pack_shared,
+    shared_budget,
+    shared_tokens,
+    shared_work,
+)
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 Packer = Callable[..., list[list[int]]]
@@ -103,6 +114,53 @@ def test_flat_bins_are_full() -> None:
 def test_flat_bins_are_added_until_rows_fit() -> None:
     lengths = [6, 6, 6, 6, 6]  # 30 tokens would fill three bins of 11
     assert [len(rows) for rows in pack_flat(lengths, 11)] == [1, 1, 1, 1, 1]
+
+
+shared_rows = st.lists(
+    st.builds(
+        lambda size, number, rest: SharedRow(size + rest, (size, number)), *[st.integers(0, 9)] * 2, st.integers(1, 60)
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(rows=shared_rows, slack=st.integers(0, 200), multiple=st.integers(1, 4))
+def test_shared_bins_hold_every_row_once_within_the_budget(rows: list[SharedRow], slack: int, multiple: int) -> None:
+    budget = max(row.length for row in rows) + slack
+    bins = pack_shared(rows, budget, multiple_of=multiple)
+    assert sorted(row for one in bins for row in one) == list(range(len(rows)))
+    assert all(shared_budget([rows[row] for row in one]) <= budget for one in bins)
+    assert bins == pack_shared(rows, budget, multiple_of=multiple)
+
+
+@given(rows=shared_rows)
+def test_shared_rows_never_take_more_of_the_budget_than_separate_ones(rows: list[SharedRow]) -> None:
+    assert shared_tokens(rows) <= shared_budget(rows) <= sum(row.length for row in rows)
+
+
+GROUP = [SharedRow(20, (16, 1))] * 4
+
+
+def test_a_prompt_counts_once_and_an_eighth_for_each_answer_that_sees_it() -> None:
+    assert shared_tokens(GROUP) == 16 + 4 * 4
+    assert shared_budget(GROUP) == 16 + 4 * 4 + 4 * 16 // 8
+    assert shared_work(GROUP) == 4 * workload(20) - 3 * workload(16)
+    assert shared_tokens([SharedRow(4, (0, 0))] * 2) == 8
+
+
+def test_rows_of_a_prompt_stay_in_one_bin_where_they_fit() -> None:
+    groups = [row._replace(prompt=(16, number)) for number in range(4) for row in GROUP]
+    bins = pack_shared(groups, 90)
+    assert [sorted({row // 4 for row in one}) for one in bins] == [[0, 3], [1, 2]]
+    assert [len(one) for one in bins] == [8, 8]
+    assert pack_shared(groups, 50) == [[*range(first, first + 4)] for first in (0, 4, 8, 12)]
+
+
+def test_rows_of_a_prompt_are_divided_evenly_if_they_do_not_fit_or_a_rank_would_idle() -> None:
+    assert pack_shared(GROUP, 39) == [[0, 1], [2, 3]]
+    assert pack_shared(GROUP, 1000) == [[0, 1, 2, 3]]
+    assert pack_shared(GROUP, 1000, multiple_of=2) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("case", golden_cases("seqlen_balance/micro_batches"), ids=lambda case: case.name)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.protos.codec import group_headers
 from tandem.protos.errors import DataError
-from tandem.protos.types import TrainBatch
+from tandem.protos.types import Packing, TrainBatch
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import rank_micro_batches
-from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.planning import computed_tokens, padding_fraction, plan_batch, shared_fraction
 from tests.support.training_groups import make_batch, make_group
 
 
@@ -23,7 +24,7 @@ def plan_of(num_groups: int, **options: Any) -> TrainBatch:
     return make_batch([make_group(index) for index in range(num_groups)], **options)[0]
 
 
-@pytest.mark.parametrize("packing", ["padded", "flat"])
+@pytest.mark.parametrize("packing", ["padded", "flat", "shared"])
 @settings(max_examples=40, deadline=None)
 @given(num_groups=st.integers(1, 8), world_size=st.integers(1, 4), steps=st.integers(1, 4), budget=st.integers(20, 200))
 def test_every_trainable_row_is_planned_once_within_the_budget(
@@ -42,12 +43,37 @@ def test_every_trainable_row_is_planned_once_within_the_budget(
         assert row.micro_batch < batch.num_micro_batches[row.optimizer_step]
         key = row.optimizer_step, row.rank, row.micro_batch
         cells.setdefault(key, []).append(lengths[row.group_id, row.trajectory_id, row.segment])
-    if packing == "flat":
+    if packing == "shared":
+        assert padding_fraction(batch) == 0 <= shared_fraction(batch) < 1
+    elif packing == "flat":
         assert all(sum(cell) <= budget for cell in cells.values())
         assert padding_fraction(batch) == 0
     else:
         assert all(len(cell) * max(cell) <= budget for cell in cells.values())
         assert 0 <= padding_fraction(batch) < 1
+
+
+def test_the_tokens_planned_with_shared_prompts_are_those_computed() -> None:
+    batch, by_id = make_batch([make_group(index) for index in range(3)], packing="shared", tokens_per_micro_batch=64)
+    ((*micro_batches,),) = rank_micro_batches(batch, by_id, rank=0, device=torch.device("cpu"))
+    sizes = [micro_batch.ids_BT.numel() for micro_batch in micro_batches]
+    assert len(sizes) > 1 and max(sizes) <= 64 and sum(sizes) == computed_tokens(batch)
+    num_tokens = sum(header.num_tokens for header in batch.headers)
+    assert shared_fraction(batch) == 1 - sum(sizes) / num_tokens > 0
+
+
+@pytest.mark.parametrize("first", ["padded", "flat"])
+def test_prompts_are_shared_if_that_leaves_much_less_to_compute(first: Packing) -> None:
+    def packing_for(max_sampled: int) -> Packing:
+        groups = [make_group(index, max_sampled=max_sampled) for index in range(4)]
+        headers = [header for group in groups for header in group_headers(group)]
+        given: dict[str, int] = {"policy_version": 1, "incarnation": 1, "world_size": 1}
+        given |= {"tokens_per_micro_batch": 4096, "optimizer_steps": 1}
+        ids = [group.group_id for group in groups]
+        return plan_batch(headers, ids, **given, packings=(first, "shared")).packing
+
+    assert packing_for(6) == "shared"
+    assert packing_for(400) == first
 
 
 def test_optimizer_steps_take_whole_groups_in_order() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
     FalconH1Config,
     Gemma2Config,
     Lfm2Config,
@@ -39,44 +34,9 @@ from tandem.trainer.models.token_model import add_token_statistics
 from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import relative_error
 from tests.support.learner_rank import all_weights
-from tests.support.tiny_model import VOCABULARY
+from tests.support.packed_rows import EXPERTS, LATENT, SMALL, Alone, kernel, small
 from tests.support.token_model_rank import CPU, answers, loss_of
 from tests.support.training_groups import make_batch, make_payloads
-
-SMALL = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
-LATENT = DeepseekV3Config(  # its value heads are narrower than its key heads
-    **{**SMALL, "num_key_value_heads": 2},
-    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8},
-    first_k_dense_replace=2,
-)
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-class Alone:
-    """Has the attributes of an engine and of a rank, around a plain model."""
-
-    def __init__(self, model: Any) -> None:
-        self.module, self.device, self.rank = model, CPU, 0
-
-    def __call__(self, **named: Any) -> Any:
-        return self.module(**named)
-
-    def all_agree(self, ok: bool) -> bool:
-        return ok
-
-
-def small(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).to(dtype).train()
 
 
 @pytest.fixture(scope="session")
@@ -164,21 +124,6 @@ def test_a_model_without_position_ids_is_refused(folder: Path, monkeypatch: pyte
         check_row_separation([Alone(model)], Alone(model))  # type: ignore[arg-type, list-item]
 
 
-def kernel(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **named: Any) -> Tensor:
-    """Computes row by row what torch's GPU kernel computes."""
-    left, right = named["window_size"]
-    assert right == 0 and named["enable_gqa"]
-    parts = []
-    for first, last in pairwise(ends.tolist()):
-        states = [each[first:last].transpose(0, 1) for each in (query, key, value)]
-        places = torch.arange(last - first)
-        distance = places[:, None] - places
-        mask = (distance >= 0) & (distance <= (left if left >= 0 else len(places)))
-        rows = functional.scaled_dot_product_attention(*states, mask, scale=named["scale"], enable_gqa=True)
-        parts.append(rows.transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=4), LlamaConfig(**SMALL), LATENT])
 def test_variable_length_attention_gets_the_right_row_boundaries(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
@@ -238,10 +183,10 @@ def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Pat
     ends, figures = [], []
     for packing, budget in (("padded", 2000), ("flat", 2000), ("flat", 60)):
         learner = make_learner(packing=packing, **given)
-        assert learner.packing == packing
+        assert learner.packings == (packing,)
         start = all_weights(learner)
         for version in (1, 2):
-            batch, by_id = batch_of(version, folder, learner.packing, budget)
+            batch, by_id = batch_of(version, folder, packing, budget)
             metrics = dict(learner.train(batch, by_id).metrics)
         ends.append(all_weights(learner))
         figures.append(metrics)
@@ -267,7 +212,7 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
         learner = make_learner(packing=packing)
         learner.train(recorded, by_id)
         ends.append(all_weights(learner))
-    assert learner.packing == "padded"
+    assert learner.packings == ("padded", "shared")
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -278,16 +223,22 @@ def _own_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     make_learner: MakeLearner, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert make_learner().packing == "padded"
+    assert make_learner().packings == ("padded", "shared")
     assert not _own_lines(caplog)
     monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device, dtype: "eager")
     learner = make_learner()
-    assert learner.packing == "flat" and learner._model.config._attn_implementation == "eager"
-    monkeypatch.setattr(flat_rows, "measure_row_mixing", lambda engine, device: (0.4, 1.0))
+    assert learner.packings == ("flat",) and learner._model.config._attn_implementation == "eager"
+    assert _own_lines(caplog) == [
+        "prompts are not shared: Qwen2ForCausalLM cannot share prompts (its attention is eager): "
+        'set trainer.packing = "padded"'
+    ]
+    caplog.clear()
+    monkeypatch.setattr(flat_rows, "measure_row_mixing", lambda engine, device, packing: (0.4, 1.0))
     learner = make_learner()
-    assert learner.packing == "padded" and learner._model.config._attn_implementation == "sdpa"
-    (line,) = _own_lines(caplog)
-    assert line.startswith("rows are padded: Qwen2ForCausalLM does not keep rows apart")
+    assert learner.packings == ("padded",) and learner._model.config._attn_implementation == "sdpa"
+    flat, shared = _own_lines(caplog)
+    assert flat.startswith("rows are padded: Qwen2ForCausalLM does not keep rows apart")
+    assert shared.startswith("prompts are not shared: Qwen2ForCausalLM does not keep rows apart that share a prompt")
     with pytest.raises(ModelError, match="does not keep rows apart"):
         make_learner(packing="flat")
     with pytest.raises(ModelError, match="does not keep rows apart"):
@@ -299,8 +250,8 @@ def test_a_gpu_trains_flat_rows_with_variable_length_attention(make_learner: Mak
     losses = []
     for packing in ("padded", "auto"):
         learner = make_learner(packing=packing, dtype="bfloat16")
-        losses.append(learner.train(*batch_of(1, folder, learner.packing, 2000)).metrics["loss"])
-    assert learner.packing == "flat"
+        losses.append(learner.train(*batch_of(1, folder, learner.packings[0], 2000)).metrics["loss"])
+    assert learner.packings == ("flat", "shared")
     assert learner._model.config._attn_implementation in ("flash_attention_2", varlen_attention.TORCH_VARLEN)
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 

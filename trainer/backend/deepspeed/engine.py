@@ -1,11 +1,13 @@
 """The DeepSpeed backend (see `Backend`): ZeRO stages 0 to 3. Nothing is compiled, neither by DeepSpeed nor by torch."""
 
+# ruff: noqa: E402 (what DeepSpeed reads is set before it is imported)
 from __future__ import annotations
 
 import copyreg
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +22,16 @@ import torch
 # loading torch's compiler (1 s) for an optimizer that DeepSpeed decorates with torch.compile.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# DeepSpeed's autotuner, which nothing here uses, imports MLflow where it is installed. That takes a second.
+_skips_mlflow = "mlflow" not in sys.modules
+if _skips_mlflow:
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # makes the import fail
 
 import deepspeed
+
+if _skips_mlflow:
+    del sys.modules["mlflow"]
+
 import deepspeed.comm.comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero import parameter_offload
@@ -49,11 +59,13 @@ class DeepSpeedEngine(TrainingEngine):
 
     def __init__(self, config: TrainerConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(model)
-        self._zero_stage = config.zero_stage
+        self._zero_stage = config.resolved_zero_stage
         self._has_frozen = self.num_trained < self.num_elements
         self.deepspeed: Any
         settings = _engine_config(config, self.num_elements, self.num_trained)
         self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        if _runs_bare_optimizer(config) and distributed.get_world_size() == 1:
+            self.deepspeed.enable_backward_allreduce = False  # it would copy all gradients and add nothing
 
     def __call__(self, **inputs: Any) -> Any:
         return self.deepspeed(**inputs)
@@ -120,7 +132,7 @@ def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int)
     step.
     """
     zero: dict[str, Any] = {
-        "stage": config.zero_stage,
+        "stage": config.resolved_zero_stage,
         "overlap_comm": torch.cuda.is_available(),
         "contiguous_gradients": True,
         "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
@@ -140,14 +152,14 @@ def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int)
         zero["offload_optimizer"] = in_host_memory
     if config.offload_parameters:
         zero["offload_param"] = in_host_memory
-    if config.zero_stage == 3:
+    if config.resolved_zero_stage == 3:
         # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; a relative one shards small models too.
         zero["stage3_param_persistence_threshold"] = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
     if config.dtype == "bfloat16":
         values["bf16"] = {"enabled": True}
         values["communication_data_type"] = "fp32"
         # Without ZeRO, DeepSpeed accumulates only in the model's dtype; its master weights are still float32.
-        values["data_types"] = {"grad_accum_dtype": "bf16" if config.zero_stage == 0 else "fp32"}
+        values["data_types"] = {"grad_accum_dtype": "bf16" if config.resolved_zero_stage == 0 else "fp32"}
     return values
 
 
@@ -170,7 +182,7 @@ def _runs_bare_optimizer(config: TrainerConfig) -> bool:
     """Whether DeepSpeed calls the optimizer directly (stage 0 in float32), which then has to clip and skip itself.
     Otherwise DeepSpeed's ZeRO and bf16 optimizers do both around a plain AdamW.
     """
-    return config.zero_stage == 0 and config.dtype == "float32"
+    return config.resolved_zero_stage == 0 and config.dtype == "float32"
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:

@@ -8,7 +8,7 @@ from tandem.trainer.config import TrainerConfig
 
 def check(config: TrainerConfig) -> None:
     """Raises ConfigError for DeepSpeed settings that FSDP does not support."""
-    if config.zero_stage != 3:
+    if config.zero_stage not in ("auto", 3):
         raise ConfigError(
             f"trainer.zero_stage = {config.zero_stage} is DeepSpeed's: FSDP always partitions parameters, gradients "
             'and optimizer, as stage 3 does; leave it out, or set trainer.backend to "deepspeed"'

@@ -1,0 +1,65 @@
+"""Collects the tokens of a request in the engine's process, so that the sampler's process gets one message for them.
+
+By default, vLLM sends every token by itself, and the sampler's process spends as much time on a token as a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
+
+
+class CollectedOutputs:
+    """Outputs of requests that have not finished and whose client looks at nothing before their end."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, list[EngineCoreOutput]] = {}
+
+    def add(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Request]) -> list[EngineCoreOutput]:
+        """Keeps the outputs of one step that can wait. Returns the others, each with what was kept of its request."""
+        told = []
+        for output in outputs:
+            request_id = output.request_id
+            if output.finished:
+                told.append(_joined([*self._by_request.pop(request_id, ()), output]))
+            elif (kept := self._by_request.get(request_id)) is not None:
+                kept.append(output)
+            elif _can_wait(requests[request_id]):
+                self._by_request[request_id] = [output]
+            else:
+                told.append(output)
+        return told
+
+    def take_all(self) -> list[EngineCoreOutput]:
+        """Returns what is kept, one output a request, and keeps nothing."""
+        kept, self._by_request = self._by_request, {}
+        return [_joined(outputs) for outputs in kept.values()]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._by_request.pop(request_id, None)
+
+
+def _can_wait(request: Request) -> bool:
+    params = request.sampling_params
+    # Stop strings are found in the sampler's process, from the decoded tokens.
+    return params is not None and params.output_kind.name == "FINAL_ONLY" and not params.detokenize
+
+
+def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """The last output with the tokens of all."""
+    last = outputs[-1]
+    if len(outputs) > 1:
+        last.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+        logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+        if logprobs:
+            columns = zip(*(one[:3] for one in logprobs), strict=True)  # token ids, log-probs, ranks
+            last.new_logprobs = type(logprobs[0])(*map(np.concatenate, columns))
+        last.prefill_stats = outputs[0].prefill_stats
+    return last

@@ -1,0 +1,69 @@
+"""Estimates of the memory, the disk and the room in Redis that a run needs. Imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+from tandem.services.config import Recipe
+from tandem.services.run.folder import external_redis_url
+from tandem.services.run.model_check import ModelFacts
+
+ENGINE_BYTES = 1e9
+"""Resident memory of one engine without its weights and its KV cache, and of one trainer rank without its state."""
+OPTIMIZER_BYTES_PER_PARAMETER = 12
+"""The float32 master weight and AdamW's two moments."""
+_TRAINING_BYTES = {"float32": (17, 29, 29, 36), "bfloat16": (23, 22, 27, 31)}
+"""Bytes that one rank takes at its peak for each trained parameter, measured at each ZeRO stage."""
+LOG_COPIES = 3
+"""Redis's append-only file is rewritten at twice its size: both files are then on disk."""
+_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
+
+
+def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
+    """Estimates what a run writes, with payloads of half the maximum length. Adapters are not counted."""
+    run, trainer = recipe.run, recipe.trainer
+    group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
+    payloads = group * (run.total_batches * run.groups_per_batch + LOG_COPIES * recipe.credits)
+    payloads += 0 if external_redis_url(recipe) else LOG_COPIES * job_bytes(recipe)
+    if facts is None:
+        return payloads
+    never = run.total_batches + 1
+    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or never))
+    exports = 1 + run.total_batches // (trainer.export_every or never)
+    num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
+    checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
+    return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)
+
+
+def worst_case_redis_bytes(recipe: Recipe) -> int:
+    """Bytes of payloads if all credits are in use and all answers have the maximum length."""
+    return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
+
+
+def job_bytes(recipe: Recipe) -> int:
+    """Bytes that jobs may take in the run's Redis. 0 without `reward.port`, because clients then cannot submit jobs."""
+    return recipe.jobs.redis_bytes if recipe.reward.port else 0
+
+
+def memory_need_bytes(recipe: Recipe, facts: ModelFacts) -> tuple[float, float]:
+    """What all engines need on CPUs, and what the trainer needs without its activations."""
+    trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
+    stage, by_stage = trainer.resolved_zero_stage, _TRAINING_BYTES[trainer.dtype]
+    training = trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * by_stage[3]  # always partitioned
+    copies = 1 if stage == 3 else trainer.num_ranks
+    if trainer.lora is not None:
+        training += copies * weights  # they are the reference, too
+    else:
+        training += copies * facts.num_parameters * by_stage[stage] + trainer.needs_reference * weights
+    return recipe.rollout.num_replicas * sampler_bytes(recipe, facts), training
+
+
+def sampler_bytes(recipe: Recipe, facts: ModelFacts) -> float:
+    """Memory of one engine on CPUs."""
+    lora = recipe.trainer.lora
+    # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
+    # holds the base weights to merge them into.
+    copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
+    return recipe.rollout.kv_cache_bytes + copies * facts.num_parameters * _weight_bytes(recipe) + ENGINE_BYTES
+
+
+def _weight_bytes(recipe: Recipe) -> int:
+    return 4 if recipe.trainer.dtype == "float32" else 2

@@ -1,0 +1,84 @@
+"""The next batch on rank 0: a thread claims, reads and records it while the batch before it is trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from tandem.protos.codec import decode_group
+from tandem.protos.types import TrainBatch, TrajectoryGroup
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.process import in_thread
+from tandem.services.trainer.batch_source import BatchSource
+from tandem.trainer.batch.record import batch_to_json, write_record
+
+_POLL_SECONDS = 1.0
+_CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """A batch on disk whose groups are still claimed in the ledger."""
+
+    batch: TrainBatch
+    as_json: Mapping[str, object]
+    groups: Mapping[str, TrajectoryGroup]
+    rejections: Mapping[str, float]
+    """Figures of the groups that selection rejected while the batch was filled."""
+
+
+class Prefetch:
+    """Records one batch ahead of the one that is trained, and none beyond the last one of the run.
+
+    The groups stay outstanding and are selected as of the version that their batch starts from, so neither the limiter
+    nor staleness changes. Without credits for a second batch (S = 0), the thread waits until the version before is
+    published.
+    """
+
+    def __init__(self, source: BatchSource, buffer: Buffer, recipe: Recipe, incarnation: int) -> None:
+        self._source = source
+        self._buffer = buffer
+        self._recipe = recipe
+        self._incarnation = incarnation
+        self._closed = threading.Event()
+        self._running: Future[RecordedBatch | None] | None = None
+
+    def next_batch(self, version: int, seconds: float) -> RecordedBatch | None:
+        """The batch that follows `version`, whose successor is begun at once. None if it is not there in time, on stop,
+        or if no group is left (`exhausted`). Raises the error that ended the thread.
+        """
+        if self._running is None:
+            self._running = in_thread("prefetch", self._record_next, version)
+        if not wait([self._running], seconds).done:
+            return None
+        ended, self._running = self._running, None
+        recorded = ended.result()
+        if recorded is not None and version + 1 < self._recipe.run.total_batches:
+            self._running = in_thread("prefetch", self._record_next, version + 1)
+        return recorded
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch will follow: no group is left, and none is in a batch that is being recorded."""
+        return self._running is None and self._source.exhausted
+
+    def close(self) -> None:
+        """Ends the thread, which may first finish a record."""
+        self._closed.set()
+        if self._running is not None:
+            wait([self._running], _CLOSE_SECONDS)
+
+    def _record_next(self, version: int) -> RecordedBatch | None:
+        batch = None
+        while batch is None:
+            batch = self._source.poll(version, _POLL_SECONDS)
+            if self._closed.is_set() or (batch is None and self._source.ended):
+                return None
+        payloads = dict(zip(batch.group_ids, self._buffer.read(batch.group_ids), strict=True))
+        groups = {group_id: decode_group(payload) for group_id, payload in payloads.items()}
+        self._buffer.check_incarnation(self._incarnation)
+        write_record(self._recipe.folder, batch, payloads)
+        return RecordedBatch(batch, batch_to_json(batch), groups, self._source.take_rejections())

@@ -1,0 +1,87 @@
+"""Outputs of vLLM's steps, which are collected until a request ends or the weights change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandem.rollout.vllm.collected_outputs import CollectedOutputs
+
+
+class Logprobs(NamedTuple):
+    """vLLM's LogprobsLists: a row a token."""
+
+    token_ids: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]
+    ranks: np.ndarray[Any, Any]
+    counts: None = None
+
+
+@dataclass
+class Output:
+    """vLLM's EngineCoreOutput for one token."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Logprobs | None
+    finished: bool
+    prefill_stats: str | None = None
+
+
+def token(request_id: str, token_id: int, *, finished: bool = False, prefill_stats: str | None = None) -> Any:
+    ids, values = np.array([[token_id]]), np.array([[-token_id / 8]])
+    return Output(request_id, [token_id], Logprobs(ids, values, np.array([1])), finished, prefill_stats)
+
+
+def requests(**detokenized: bool) -> Any:
+    return {
+        name: SimpleNamespace(
+            sampling_params=SimpleNamespace(output_kind=SimpleNamespace(name="FINAL_ONLY"), detokenize=detokenize)
+        )
+        for name, detokenize in detokenized.items()
+    }
+
+
+RUNNING = requests(a=False, b=False)
+
+
+def told(output: Any) -> tuple[str, list[int], list[float]]:
+    assert output.new_logprobs.token_ids[:, 0].tolist() == output.new_token_ids
+    return output.request_id, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist()
+
+
+def test_a_request_is_told_of_once_with_all_its_tokens() -> None:
+    collected = CollectedOutputs()
+    assert collected.add([token("a", 1, prefill_stats="prompt"), token("b", 2)], RUNNING) == []
+    assert collected.add([token("a", 3), token("b", 4)], RUNNING) == []
+    (last,) = collected.add([token("a", 5, finished=True), token("b", 6)], RUNNING)
+    assert told(last) == ("a", [1, 3, 5], [-0.125, -0.375, -0.625])
+    assert (last.finished, last.prefill_stats) == (True, "prompt")
+    (single,) = collected.add([token("c", 7, finished=True)], RUNNING)
+    assert told(single) == ("c", [7], [-0.875]), "an answer of one token"
+
+
+def test_what_is_taken_before_a_change_of_the_weights_is_not_told_again() -> None:
+    collected = CollectedOutputs()
+    collected.add([token("a", 1), token("b", 2)], RUNNING)
+    collected.add([token("a", 3)], RUNNING)
+    assert [told(output)[:2] for output in collected.take_all()] == [("a", [1, 3]), ("b", [2])]
+    assert collected.take_all() == []
+    (last,) = collected.add([token("a", 5, finished=True)], RUNNING)
+    assert last.new_token_ids == [5]
+
+
+def test_an_aborted_request_leaves_nothing() -> None:
+    collected = CollectedOutputs()
+    collected.add([token("a", 1), token("b", 2)], RUNNING)
+    collected.forget(["a", "unknown"])
+    assert [output.request_id for output in collected.take_all()] == ["b"]
+
+
+def test_tokens_in_which_a_stop_string_is_looked_for_do_not_wait() -> None:
+    collected = CollectedOutputs()
+    output = token("a", 1)
+    assert collected.add([output], requests(a=True)) == [output] and collected.take_all() == []
