@@ -64,6 +64,7 @@ PARTS = (
         tiny_on_cpu=True,
     ),
     Part("attention", "Variable-length attention", "attention", 300),
+    Part("shared", "Attention over shared prompts", "shared_prompts", 180),
     Part("ipc", "Weights by CUDA IPC between two processes", "weights_ipc", 180),
     Part("logprobs", "Log-probs by chunks of the head", "logprobs", 120, tiny_on_cpu=True),
     Part("tests", "Tests marked `gpu`", "marked_tests", 240, ("gpu",), packages=("pytest", "pytest_timeout")),

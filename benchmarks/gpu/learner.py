@@ -130,7 +130,7 @@ def _measure(config: TrainerConfig, model: Path, shape: dict[str, Any], answers:
         groups = random_groups(
             answers, num_samples=8, prompt_length=PROMPT_TOKENS, vocabulary=shape["vocab_size"], seed=version
         )
-        batch, by_id = _batch(groups, version, config.tokens_per_micro_batch, learner.packing)
+        batch, by_id = _batch(groups, version, config.tokens_per_micro_batch, learner.packings[0])
         ends: list[float] = []
 
         def before_step(ends: list[float] = ends) -> None:
@@ -145,7 +145,7 @@ def _measure(config: TrainerConfig, model: Path, shape: dict[str, Any], answers:
     _print_profile(learner, shape, config)
     specs = learner.parameter_specs()
     found: dict[str, Any] = {
-        "packing": learner.packing,
+        "packing": learner.packings[0],
         "parameters": sum(_numel(one) for _, _, one in specs),
         "grad_norm": norm,
         "forward_backward": sorted(one for one, _ in times[1:])[1],
@@ -170,7 +170,7 @@ def _print_profile(learner: Learner, shape: dict[str, Any], config: TrainerConfi
     groups = random_groups(
         [1024] * rows, num_samples=rows, prompt_length=PROMPT_TOKENS, vocabulary=shape["vocab_size"], seed=9
     )
-    batch, by_id = _batch(groups, 9, config.tokens_per_micro_batch, learner.packing)
+    batch, by_id = _batch(groups, 9, config.tokens_per_micro_batch, learner.packings[0])
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         learner.train(batch, by_id)
@@ -208,7 +208,7 @@ def _batch(
         world_size=1,
         tokens_per_micro_batch=budget,
         optimizer_steps=1,
-        packing=packing,
+        packings=[packing],
     )
     return batch, by_id
 
@@ -252,7 +252,7 @@ def _train_small(backend: str, file: Path) -> None:
     for version in range(1, CHECKED_VERSIONS + 1):
         answers = [16 + 4 * number for number in range(16)]
         groups = random_groups(answers, num_samples=8, prompt_length=24, vocabulary=1024, seed=version)
-        norms.append(learner.train(*_batch(groups, version, 512, learner.packing)).metrics["grad_norm"])
+        norms.append(learner.train(*_batch(groups, version, 512, learner.packings[0])).metrics["grad_norm"])
     torch.save(_weights(learner), file)
     file.with_suffix(".json").write_text(json.dumps(norms))
 

@@ -1,0 +1,103 @@
+"""Attention over shared prompts (trainer/models/shared_attention.py) against rows of their own: a model's log-probs and
+gradients against float32, and the time of forward and backward.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.attention import _backward, _require_close, _results
+from benchmarks.gpu.part import (
+    QWEN_1_5B,
+    TINY,
+    Outcome,
+    device,
+    random_groups,
+    relative_error,
+    run_part,
+    timed_rounds,
+    write_model,
+)
+from tandem.protos.types import Packing
+from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, stack
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.shared_attention import SHARED_PROMPTS
+from tandem.trainer.models.varlen_attention import varlen_attention
+
+SHAPES = ((1024, 128), (256, 32), (512, 512))
+"""Tokens of the prompt and of each of its 8 answers."""
+ANSWERS = 8
+
+
+def main(outcome: Outcome, arguments: list[str]) -> None:
+    """`SIZE`."""
+    shape = QWEN_1_5B if arguments[0] == "full" else TINY
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as name:
+        folder = write_model(Path(name) / "model", dtype="float32", initializer_range=0.05, **shape)
+        rows = _rows(200, 40, 2, shape["vocab_size"])
+        reference: Any = load_model(folder, "float32").to(device())
+        expected_N, expected = _results(reference, stack(rows, device()))
+        expected = {name: one.cpu() for name, one in expected.items()}
+        del reference
+        model: Any = load_model(folder, "bfloat16").to(device())
+        flat = varlen_attention(model, device(), torch.bfloat16)
+        assert flat is not None
+        attention: dict[Packing, str] = {"flat": flat, "shared": SHARED_PROMPTS}
+        _compare(outcome, model, rows, attention, expected_N, expected)
+        model.zero_grad()
+        _time(outcome, model, attention, shape["vocab_size"])
+
+
+def _rows(prompt: int, answer: int, num_groups: int, vocabulary: int) -> list[TrainingRow]:
+    groups = random_groups(
+        [answer] * (ANSWERS * num_groups), num_samples=ANSWERS, prompt_length=prompt, vocabulary=vocabulary, seed=prompt
+    )
+    return [TrainingRow(row.trajectory.segments[0]) for group in groups for row in group.scored_rows]
+
+
+def _compare(
+    outcome: Outcome,
+    model: Any,
+    rows: list[TrainingRow],
+    attention: dict[Packing, str],
+    expected_N: torch.Tensor,
+    expected: dict[str, torch.Tensor],
+) -> None:
+    lines, found = [], {}
+    for packing, name in attention.items():
+        model.set_attn_implementation(name)
+        logprobs_N, gradients = _results(model, stack(rows, device(), packing=packing))
+        joined = (torch.cat([one[name].flatten().cpu().float() for name in expected]) for one in (gradients, expected))
+        found[packing] = [float((logprobs_N - expected_N).abs().mean()), relative_error(*joined)]
+        lines.append([packing, f"{found[packing][0]:.4f}", f"{found[packing][1]:.2e}"])
+    _require_close(outcome, "model", found["shared"], found["flat"])
+    outcome.lines.append("bfloat16 against float32 with rows of their own, 2 prompts of 200 tokens, 8 answers of 40:")
+    outcome.table(("packing", "mean log-prob error", "relative L2 error of all gradients"), lines)
+
+
+def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabulary: int) -> None:
+    lines = []
+    for prompt, answer in SHAPES:
+        rows = _rows(prompt, answer, 1, vocabulary)
+        batches = {packing: stack(rows, device(), packing=packing) for packing in attention}
+
+        def train(packing: Packing, batches: dict[Packing, MicroBatch] = batches) -> None:
+            model.set_attn_implementation(attention[packing])
+            _backward(model, batches[packing])
+
+        flat, shared = timed_rounds([lambda: train("flat"), lambda: train("shared")], repeats=5, warm_ups=2)
+        ratio = statistics.median(one / other for one, other in zip(shared, flat, strict=True))
+        tokens = {packing: batch.ids_BT.numel() for packing, batch in batches.items()}
+        cells = f"{prompt} + {ANSWERS} × {answer}", f"{tokens['shared'] / tokens['flat']:.2f}"
+        lines.append([*cells, f"{statistics.median(flat):.3f}", f"{statistics.median(shared):.3f}", f"{ratio:.2f}"])
+    outcome.lines.append("Forward and backward of one prompt's rows, medians of 5 rounds:")
+    outcome.table(("prompt + answers", "tokens shared / flat", "flat s", "shared s", "shared / flat"), lines)
+
+
+if __name__ == "__main__":
+    run_part(main)
