@@ -152,7 +152,7 @@ def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str
         yield tensor.name, _view(tensor, buffer)
 
 
-def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
+def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, int | str]:
     """A JSON-serialisable handle of a flat uint8 CUDA tensor, to be kept until every importer has released it."""
     torch.cuda.current_stream(buffer.device).synchronize()
     fields = dict(zip(_IPC_FIELDS, reduce_tensor(buffer)[1], strict=True))
@@ -333,7 +333,7 @@ def _process_group(
     raise EnvironmentLackError(f"weights.backend {address.backend} has no process group; gloo and nccl have")
 
 
-def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
+def _wait_on_gpu(work: dist.Work, timeout_seconds: float) -> None:
     # NCCL's watchdog ends the process at a timeout. A sampler must outlive its sender, so the wait is done here.
     deadline = time.monotonic() + timeout_seconds
     while not work.is_completed():
