@@ -53,7 +53,8 @@ class Result:
 
 RING_PACKAGES = ("deepspeed", "grpc", "grpc_health", "redis", "pydantic", "typer", "peft", "pyarrow", "psutil")
 PARTS = (
-    Part("learner-fsdp", "The learner, FSDP", "learner", 400, ("fsdp",), tiny_on_cpu=True),
+    Part("ring", "A run on one GPU", "ring", 240, packages=RING_PACKAGES, tiny_on_cpu=True),
+    Part("tests", "Tests marked `gpu`", "marked_tests", 240, ("gpu",), packages=("pytest", "pytest_timeout")),
     Part(
         "learner-deepspeed",
         "The learner, DeepSpeed",
@@ -63,13 +64,12 @@ PARTS = (
         packages=("deepspeed",),
         tiny_on_cpu=True,
     ),
-    Part("attention", "Variable-length attention", "attention", 300),
     Part("shared", "Attention over shared prompts", "shared_prompts", 180),
     Part("ipc", "Weights by CUDA IPC between two processes", "weights_ipc", 180),
-    Part("logprobs", "Log-probs by chunks of the head", "logprobs", 120, tiny_on_cpu=True),
-    Part("tests", "Tests marked `gpu`", "marked_tests", 240, ("gpu",), packages=("pytest", "pytest_timeout")),
     Part("nccl", "Weights by NCCL between two GPUs", "marked_tests", 240, ("nccl",), packages=("pytest",), num_gpus=2),
-    Part("ring", "A run on one GPU", "ring", 240, packages=RING_PACKAGES, tiny_on_cpu=True),
+    Part("logprobs", "Log-probs by chunks of the head", "logprobs", 120, tiny_on_cpu=True),
+    Part("learner-fsdp", "The learner, FSDP", "learner", 400, ("fsdp",), tiny_on_cpu=True),
+    Part("attention", "Variable-length attention", "attention", 300),
 )
 
 
@@ -87,10 +87,10 @@ def main() -> int:
         result = run_part(part, machine, arguments.size)
         results.append(result)
         print(f"{part.name}: {result.verdict} in {result.seconds:.0f} s {result.reason}", flush=True)
-    record = write_record(machine, results)
-    print("\n".join(record))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text("\n".join(record) + "\n", encoding="utf-8")
+        record = record_lines(machine, results)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text("\n".join(record) + "\n", encoding="utf-8")  # so that a long part loses no other
+    print(arguments.output.read_text(encoding="utf-8"))
     return int(any(result.verdict == "FAILED" for result in results))
 
 
@@ -127,7 +127,7 @@ def _failed(part: Part, reason: str, began: float, output: str) -> Result:
     return Result(part, "FAILED", ": ".join([reason, *last]), time.monotonic() - began)
 
 
-def write_record(machine: Machine, results: Sequence[Result]) -> list[str]:
+def record_lines(machine: Machine, results: Sequence[Result]) -> list[str]:
     """The record's lines."""
     lines = [
         "# What the GPUs of one machine showed",

@@ -2,11 +2,11 @@
 
     python benchmarks/plan.py [--batches 30] [--rounds 3] [--output benchmarks/records/plan.json]
 
-In each round, a synchronous run is measured (`calibration`), then the other settings run; those without an S in their
-name have S = 1. `predicted` uses the rates of the calibration run of the same round. `own_rates` simulates a setting
-with the rates of its own run: that error is the simulation's alone, while the first one also contains how much the
-machine's speed changed between two runs. Errors are medians over the rounds. The exit code is 1 if a prediction is
-off by more than 15 %.
+In each round, a run is measured (`calibration`), then two other settings run, then the calibration again, and so on;
+those without an S in their name have S = 1. `predicted` is the mean of the predictions from the calibration runs
+before and after, because the machine's speed changes over minutes. `own_rates` simulates a setting with the rates of
+its own run: that error is the simulation's alone. Errors are medians over the rounds. The exit code is 1 if a
+prediction is off by more than 15 %.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,8 +29,7 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.services.config import load_resolved  # noqa: E402
-from tandem.services.planning.calibration import measure  # noqa: E402
+from tandem.services.planning.calibration import Measured, measure  # noqa: E402
 from tandem.services.planning.proposals import predict  # noqa: E402
 
 SETTINGS = {
@@ -76,19 +76,31 @@ def main() -> int:
 
 
 def _round(folder: Path, settings: dict[str, tuple[str, ...]], batches: int) -> dict[str, Figures]:
-    calibration, found = None, {}
-    for name, overrides in settings.items():
-        _run(folder, [f"run.total_batches={batches}", *overrides])
-        own = measure(folder / "run")
-        calibration = calibration or own
-        recipe = load_resolved(folder / "run" / "config.json")
-        found[name] = {
-            "measured": own.steps_per_minute,
-            "predicted": predict(calibration, recipe).steps_per_minute,
-            "own_rates": predict(own, recipe).steps_per_minute,
-        }
-        print(f"{name:17} " + "  ".join(f"{key} {value:6.2f}" for key, value in found[name].items()), flush=True)
+    first, *others = settings
+    before = _measured(folder, settings[first], batches)
+    found = {first: _figures(before, [before])}
+    for start in range(0, len(others), 2):
+        pair = others[start : start + 2]
+        measured = [_measured(folder, settings[name], batches) for name in pair]
+        after = _measured(folder, settings[first], batches)
+        found |= {name: _figures(own, [before, after]) for name, own in zip(pair, measured, strict=True)}
+        before = after
+    for name, figures in found.items():
+        print(f"{name:17} " + "  ".join(f"{key} {value:6.2f}" for key, value in figures.items()), flush=True)
     return found
+
+
+def _measured(folder: Path, overrides: Sequence[str], batches: int) -> Measured:
+    _run(folder, [f"run.total_batches={batches}", *overrides])
+    return measure(folder / "run")
+
+
+def _figures(own: Measured, calibrations: Sequence[Measured]) -> Figures:
+    return {
+        "measured": own.steps_per_minute,
+        "predicted": statistics.mean(predict(one, own.recipe).steps_per_minute for one in calibrations),
+        "own_rates": predict(own, own.recipe).steps_per_minute,
+    }
 
 
 def _row(name: str, rounds: list[dict[str, Figures]]) -> dict[str, object]:

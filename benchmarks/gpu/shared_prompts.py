@@ -32,6 +32,8 @@ from tandem.trainer.models.varlen_attention import varlen_attention
 SHAPES = ((1024, 128), (256, 32), (512, 512))
 """Tokens of the prompt and of each of its 8 answers."""
 ANSWERS = 8
+TIMED_TOKENS = 16384
+"""Of rows of their own, about: those of a micro-batch."""
 
 
 def main(outcome: Outcome, arguments: list[str]) -> None:
@@ -83,7 +85,8 @@ def _compare(
 def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabulary: int) -> None:
     lines = []
     for prompt, answer in SHAPES:
-        rows = _rows(prompt, answer, 1, vocabulary)
+        num_prompts = max(1, round(TIMED_TOKENS / (ANSWERS * (prompt + answer))))
+        rows = _rows(prompt, answer, num_prompts, vocabulary)
         batches = {packing: stack(rows, device(), packing=packing) for packing in attention}
 
         def train(packing: Packing, batches: dict[Packing, MicroBatch] = batches) -> None:
@@ -93,10 +96,12 @@ def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabular
         flat, shared = timed_rounds([lambda: train("flat"), lambda: train("shared")], repeats=5, warm_ups=2)
         ratio = statistics.median(one / other for one, other in zip(shared, flat, strict=True))
         tokens = {packing: batch.ids_BT.numel() for packing, batch in batches.items()}
-        cells = f"{prompt} + {ANSWERS} × {answer}", f"{tokens['shared'] / tokens['flat']:.2f}"
+        cells = f"{num_prompts} × ({prompt} + {ANSWERS} × {answer})", f"{tokens['shared'] / tokens['flat']:.2f}"
         lines.append([*cells, f"{statistics.median(flat):.3f}", f"{statistics.median(shared):.3f}", f"{ratio:.2f}"])
-    outcome.lines.append("Forward and backward of one prompt's rows, medians of 5 rounds:")
-    outcome.table(("prompt + answers", "tokens shared / flat", "flat s", "shared s", "shared / flat"), lines)
+    outcome.lines.append("Forward and backward of the rows of some prompts, medians of 5 rounds:")
+    outcome.table(
+        ("prompts × (prompt + answers)", "tokens shared / flat", "flat s", "shared s", "shared / flat"), lines
+    )
 
 
 if __name__ == "__main__":

@@ -169,10 +169,12 @@ def test_figures_match_the_records_and_the_records_cover_every_model() -> None:
         r"\d+", sizes.partition("hidden")[2]
     )
     estimators = records["estimator_cost.json"]["equal"].values()
+    learner = f"float32 stage {records['learner.json']['auto']['float32']}"
     assert said == {
         "estimator_cost.json": f"{max(one['ratio'] for one in estimators):.2f}",
         "loss_cost.json": f"{records['loss_cost.json']['worst_ratio']:.2f}",
         "chunked_logprobs.json": f"{records['chunked_logprobs.json']['memory_ratio']:.2f}",
+        "learner.json": f"{records['learner.json']['ratio_to_torch'][learner]:.2f}",
         "packing.json": f"{records['packing.json']['efficiency_min']:.2f}",
         "shared_prompts.json": f"{records['shared_prompts.json']['workloads']['prompts']['saved_over_ideal']:.2f}",
     }

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from filelock import FileLock
 
+from tandem.protos.errors import TandemError
+from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.config import TrainerConfig
 from tests.support.paths import ROOT
 from tests.support.tiny_model import build_tiny_model
@@ -53,7 +55,11 @@ def make_learner(model: Path) -> Iterator[Callable[..., Learner]]:
         if made:
             made.pop().close()
         config = TrainerConfig(**{"learning_rate": 1e-3, **settings})
-        made.append(Learner(config, model_path=str(path), total_batches=10, seed=0, max_response_tokens=16))
+        try:
+            made.append(Learner(config, model_path=str(path), total_batches=10, seed=0, max_response_tokens=16))
+        except TandemError:
+            load_backend(config).leave_process_group()
+            raise
         return made[-1]
 
     yield make

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.protos.errors import ModelError
@@ -176,7 +177,7 @@ def _row(engine: TrainingEngine, number: int, length: int, prompt_size: int) -> 
     return TrainingRow(_segment(ids % vocabulary, prompt_size))
 
 
-def _segment(ids: Any, prompt_size: int = 0) -> Segment:
+def _segment(ids: NDArray[np.generic], prompt_size: int = 0) -> Segment:
     loss_mask = (np.arange(len(ids)) >= max(1, prompt_size)).astype(np.uint8)
     return Segment(ids.astype(np.int32), np.zeros(len(ids), np.float32), loss_mask, ())
 

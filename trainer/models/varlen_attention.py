@@ -9,7 +9,7 @@ padded rows; trainer/models/flat_rows.py checks the model's results at start-up.
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available
 
 TORCH_VARLEN = "torch_varlen"
-_SHARED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-)
-"""Before torch 2.12, heads may share keys and values without being asked for."""
+_kernel = varlen.varlen_attn
+if "enable_gqa" in inspect.signature(_kernel).parameters:  # before torch 2.12, heads may share keys without it
+    _kernel = partial(_kernel, enable_gqa=True)
 
 
 def varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -82,7 +81,7 @@ def attend_varlen(
     value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     value = functional.pad(value, [0, missing]) if missing else value  # the kernel needs one size for all
     sides = left, 0 if is_causal else left
-    found = varlen.varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=sides, **_SHARED_HEADS)
+    found = _kernel(query, key, value, *ends, *longest, scale=scale, window_size=sides)
     assert isinstance(found, Tensor)
     return found[..., :value_size]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tandem.protos.errors import ConfigError
 from tandem.trainer.backend.base import TrainingEngine
-from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine
+from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine, _engine_config
 from tandem.trainer.backend.deepspeed.options import check
 from tandem.trainer.backend.registry import check_backend, load_backend
 from tandem.trainer.config import TrainerConfig
@@ -238,3 +238,12 @@ def test_offload_resumes_bit_exactly_and_can_be_changed_on_resume(model: Path, t
         assert all(torch.allclose(weights[name], expected[name], atol=1e-6) for name in expected)
         assert config is not offloaded or equal(weights, expected)
         engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_communication_overlaps_only_where_gradients_are_partitioned(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = _engine_config(TrainerConfig(zero_stage=stage), 1000, 1000)
+    assert settings["zero_optimization"]["overlap_comm"] == (stage >= 2)  # DeepSpeed refuses it below

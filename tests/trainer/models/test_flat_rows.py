@@ -126,7 +126,7 @@ def test_a_model_without_position_ids_is_refused(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=4), LlamaConfig(**SMALL), LATENT])
 def test_variable_length_attention_gets_the_right_row_boundaries(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen_attention, "_kernel", kernel)
     model = small(config, torch.float64)
     rows = make_rows([3, 9, 1, 12, 9])
     expected = answers(model, stack(rows, CPU))
@@ -138,7 +138,7 @@ def test_variable_length_attention_gets_the_right_row_boundaries(config: Any, mo
 
 
 def test_variable_length_attention_refuses_softcapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen_attention, "_kernel", kernel)
     engine = Alone(small(Gemma2Config(**SMALL)))
     engine.module.set_attn_implementation(varlen_attention.TORCH_VARLEN)
     with pytest.raises(ValueError, match="knows no softcap"):

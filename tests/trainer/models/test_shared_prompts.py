@@ -111,7 +111,7 @@ def test_statistics_and_gradients_equal_those_of_padded_rows_in_float64(
     model: Path, architecture: str, kernel_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel_of == "variable-length":
-        monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+        monkeypatch.setattr(varlen_attention, "_kernel", kernel)
         monkeypatch.setattr(shared_attention, "kernel_runs", lambda *_: True)
     if architecture == "tokens":
         policy = load_model(model, "float32").double()
@@ -137,7 +137,7 @@ def test_architectures_with_attention_of_their_own_give_the_log_probs_of_padded_
     config: Any, kernel_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel_of == "variable-length":
-        monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+        monkeypatch.setattr(varlen_attention, "_kernel", kernel)
         monkeypatch.setattr(shared_attention, "kernel_runs", lambda *_: True)
     policy = small(config, torch.float64)
     expected = answers(policy, stack(make_rows(MIXED), CPU))

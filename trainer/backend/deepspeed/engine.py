@@ -131,9 +131,10 @@ def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int)
     """DeepSpeed's configuration. The caller decides when gradients are complete: any number of backward calls, then one
     step.
     """
+    stage = config.resolved_zero_stage
     zero: dict[str, Any] = {
-        "stage": config.resolved_zero_stage,
-        "overlap_comm": torch.cuda.is_available(),
+        "stage": stage,
+        "overlap_comm": torch.cuda.is_available() and stage >= 2,  # DeepSpeed refuses it below
         "contiguous_gradients": True,
         "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
     }
