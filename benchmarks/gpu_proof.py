@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.machine import Machine, probe_machine  # noqa: E402
 
+RECORD = ROOT / "benchmarks" / "records" / "gpu.md"
 MOST_RECORD_LINES = 200
 
 
@@ -77,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], metavar="NAME", help="only these")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "gpu.md")
+    parser.add_argument("--output", type=Path, help="by default benchmarks/records/gpu.md, if any part ran")
     arguments = parser.parse_args()
     machine = probe_machine()
     results = []
@@ -87,10 +89,10 @@ def main() -> int:
         result = run_part(part, machine, arguments.size)
         results.append(result)
         print(f"{part.name}: {result.verdict} in {result.seconds:.0f} s {result.reason}", flush=True)
-        record = record_lines(machine, results)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text("\n".join(record) + "\n", encoding="utf-8")  # so that a long part loses no other
-    print(arguments.output.read_text(encoding="utf-8"))
+        record = "\n".join(record_lines(machine, results)) + "\n"
+        if arguments.output or any(result.verdict != "skipped" for result in results):
+            (arguments.output or RECORD).write_text(record, encoding="utf-8")  # now: a long part may lose the rest
+    print(record)
     return int(any(result.verdict == "FAILED" for result in results))
 
 
@@ -139,19 +141,22 @@ def record_lines(machine: Machine, results: Sequence[Result]) -> list[str]:
         "| part | result | seconds |",
         "| --- | --- | --- |",
     ]
+    lines += [f"| {result.part.title} | {result.verdict} | {result.seconds:.0f} |" for result in results]
     for result in results:
-        said = result.verdict + (f": {_cell(result.reason)}" if result.reason else "")
-        lines.append(f"| {result.part.title} | {said} | {result.seconds:.0f} |")
-    for result in results:
-        if result.lines:
-            lines += ["", f"## {result.part.title}", "", *result.lines]
+        reason = [f"{result.verdict}: {result.reason}"] if result.reason else []
+        if reason or result.lines:
+            lines += ["", f"## {result.part.title}", "", *reason, *result.lines]
+    lines = [short for line in lines for short in _wrapped(line)]
     collapsed = [line for line, before in zip(lines, ["", *lines], strict=False) if line or before]
     assert len(collapsed) <= MOST_RECORD_LINES, len(collapsed)
     return collapsed
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:400]
+def _wrapped(line: str) -> list[str]:
+    """The line in parts of at most 120 columns; rows of tables stay whole."""
+    if line.startswith("|"):
+        return [line]
+    return textwrap.wrap(line, 120, subsequent_indent="  " if line.startswith("- ") else "") or [""]
 
 
 if __name__ == "__main__":

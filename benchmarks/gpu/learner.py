@@ -102,8 +102,8 @@ def _measure_all(outcome: Outcome, size: str, backend: str, folder: Path) -> Non
     )
     outcome.table(
         (
-            *("checkpointing", "tokens/micro-batch", "packing", "forward + backward s", "step s", "tokens/s"),
-            *("MFU of forward + backward", "MFU of the batch", "peak GiB"),
+            *("checkpointing", "tokens/pass", "packing", "both passes s", "step s", "tokens/s"),
+            *("MFU of these", "of the batch", "peak GiB"),
         ),
         rows,
     )
