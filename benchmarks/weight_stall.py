@@ -1,9 +1,9 @@
-"""Measures how long a weight update keeps a sampler from making steps, and how it slows its requests down.
+"""Measures how long a weight update keeps a sampler from making steps.
 
     python benchmarks/weight_stall.py [--updates 20] [--output benchmarks/records/weight_stall.json]
 
 A trainer's sender broadcasts float32 weights over gloo to a sampler while it answers 4 requests: those of the demo's
-model (2.6 MB), and those of a larger one (105 MB). The stall is what the sampler reports: applying the weights and
+model (2.7 MB), and those of a larger one (105 MB). The stall is what the sampler reports: applying the weights and
 changing the version between two steps. The transfer is the time before that, of which the requests notice only that it
 takes processor time. Medians over the updates. The exit code is 1 if a median stall is over 20 ms.
 """

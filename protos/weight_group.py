@@ -257,7 +257,7 @@ class WeightGroup:
 
     def _pass_on(self, buffer: torch.Tensor, deadline: float, arrived: Callable[[int], None] | None) -> None:
         """Receives from the rank before and sends to the rank after. Gloo's own broadcast is a tree, in which rank 0
-        sends log2(world size) times.
+        sends to several.
         """
 
         def wait(work: dist.Work) -> None:

@@ -23,18 +23,18 @@ class CollectedOutputs:
 
     def add(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Request]) -> list[EngineCoreOutput]:
         """Keeps the outputs of one step that can wait. Returns the others, each with what was kept of its request."""
-        told = []
+        ready = []
         for output in outputs:
             request_id = output.request_id
             if output.finished:
-                told.append(_joined([*self._by_request.pop(request_id, ()), output]))
+                ready.append(_joined([*self._by_request.pop(request_id, ()), output]))
             elif (kept := self._by_request.get(request_id)) is not None:
                 kept.append(output)
             elif _can_wait(requests[request_id]):
                 self._by_request[request_id] = [output]
             else:
-                told.append(output)
-        return told
+                ready.append(output)
+        return ready
 
     def take_all(self) -> list[EngineCoreOutput]:
         """Returns what is kept, one output a request, and keeps nothing."""

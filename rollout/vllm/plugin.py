@@ -116,8 +116,8 @@ def _collecting_outputs(step: Step) -> Step:
         for message in by_client.values():
             message.outputs = _collected_of(core).add(message.outputs, requests)
         # A message without outputs would still wake the client.
-        told = {client: message for client, message in by_client.items() if message.outputs or message.scheduler_stats}
-        return told, model_executed
+        ready = {client: message for client, message in by_client.items() if message.outputs or message.scheduler_stats}
+        return ready, model_executed
 
     return collect
 

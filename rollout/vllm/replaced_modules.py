@@ -1,10 +1,9 @@
-"""Loads a version of the weights beside a running model on a CPU, and puts it in place within a millisecond.
+"""Loads a version of the weights beside a running model on a CPU, and puts it in place within a few milliseconds.
 
 vLLM packs the weights of a linear layer for its CPU kernels, so they cannot be copied into the running model: packing
-takes 0.1 s for 97 MB. A second set of modules, which shares everything but the parameters with the running one, is
-loaded and packed as vLLM's loader does it, while the engine goes on. Between two steps its parameters and kernels then
-replace the running ones.
-"""
+takes too long to stop the engine for it. A second set of modules, which shares everything but the parameters with the
+running one, is loaded and packed as vLLM's loader does it, while the engine goes on. Between two steps its parameters
+and kernels then replace the running ones. """
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class VllmSampler(Sampler):
         try:
             self._llm.output_processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
             await self._add(engine_request)
-            # The engine may die without a word to a new request.
+            # The engine may end without answering a new request.
             while not (await asyncio.wait((answer.output,), timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise UnavailableError("the engine has ended")
@@ -152,7 +152,7 @@ class VllmSampler(Sampler):
 
 
 class _Answer:
-    """Where vLLM's output processor puts the output of a request: as nothing is asked for earlier, at its end."""
+    """Where vLLM's output processor puts the output of a request, once, at its end."""
 
     def __init__(self) -> None:
         self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()

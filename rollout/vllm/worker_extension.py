@@ -26,11 +26,11 @@ class WeightReceiver:
     """vLLM's worker extension. vLLM adds its methods to the worker of each tensor-parallel rank."""
 
     def tandem_start_join(self: WorkerBase, **arguments: Any) -> None:
-        with _threads_on_every_core():
+        with _threads_on_the_samplers_cores():
             _receiver_of(self).start_join(**arguments)
 
     def tandem_start_receive(self: WorkerBase, **arguments: Any) -> None:
-        with _threads_on_every_core():
+        with _threads_on_the_samplers_cores():
             _receiver_of(self).start_receive(**arguments)
 
     def tandem_progress(self: WorkerBase) -> TransferProgress:
@@ -51,7 +51,7 @@ class WeightReceiver:
 
 
 @contextmanager
-def _threads_on_every_core() -> Iterator[None]:
+def _threads_on_the_samplers_cores() -> Iterator[None]:
     """Threads started inside may use the sampler's cores: vLLM binds this one, and so its threads, to the engine's."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

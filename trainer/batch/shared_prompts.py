@@ -27,6 +27,8 @@ Indices = NDArray[np.int64]
 _PADDING = 8
 """A sequence joins a block if it lacks at most 1/8 of the longest one's keys, or as many as _LITTLE_PADDING."""
 _LITTLE_PADDING = 16
+_MOST_KEPT_ELEMENTS = 1 << 20
+"""Elements of a mask that all layers use; a larger one is made again, which costs little beside its attention."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,17 @@ class AttentionBlock:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(R, 1, Q, K), 0 where a query sees a key, else −∞. A window of w is the token and the w − 1 before it."""
-        if (window, dtype) not in self._masks:
-            positions_K = torch.arange(self.keys_RK.shape[1], device=self.keys_RK.device)
-            distance_RQK = self.positions_RQ[:, :, None] - positions_K
-            hidden_RQK = (distance_RQK < 0) if window is None else (distance_RQK < 0) | (distance_RQK >= window)
-            mask_RQK = torch.zeros(hidden_RQK.shape, dtype=dtype, device=hidden_RQK.device)
-            self._masks[window, dtype] = mask_RQK.masked_fill_(hidden_RQK, -torch.inf)[:, None]
-        return self._masks[window, dtype]
+        if (kept := self._masks.get((window, dtype))) is not None:
+            return kept
+        positions_K = torch.arange(self.keys_RK.shape[1], device=self.keys_RK.device)
+        hidden_RQK = positions_K > self.positions_RQ[:, :, None]
+        if window is not None:
+            hidden_RQK |= positions_K <= self.positions_RQ[:, :, None] - window
+        mask_RQK = torch.zeros(hidden_RQK.shape, dtype=dtype, device=hidden_RQK.device)
+        mask = mask_RQK.masked_fill_(hidden_RQK, -torch.inf)[:, None]
+        if mask.numel() <= _MOST_KEPT_ELEMENTS:
+            self._masks[window, dtype] = mask
+        return mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ row continues the first:
 - leak: replacing the first row must hardly change the second, though a mixture of experts gives no equal bits.
 - apart: the second row must equal the same row in its own line, up to rounding.
 
-With a shared prompt, this is about the rest of the two rows.
+With a shared prompt, only the tokens after the prompt are compared.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class RowPacking:
         self._set(self._separate)
         try:
             self.use("flat")
-        except _MixingError as error:
+        except ModelError as error:
             if is_required:
                 raise
             self._separate = before
             self._set(before)
             if self._rank.rank == 0:
-                log.warning("rows are padded: %s", error)
+                log.warning("rows are not packed end to end: %s", error)
 
     def _check_shared(self) -> None:
         for engine, attention in zip(self._engines, self._separate, strict=True):

@@ -237,7 +237,7 @@ def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     learner = make_learner()
     assert learner.packings == ("padded",) and learner._model.config._attn_implementation == "sdpa"
     flat, shared = _own_lines(caplog)
-    assert flat.startswith("rows are padded: Qwen2ForCausalLM does not keep rows apart")
+    assert flat.startswith("rows are not packed end to end: Qwen2ForCausalLM does not keep rows apart")
     assert shared.startswith("prompts are not shared: Qwen2ForCausalLM does not keep rows apart that share a prompt")
     with pytest.raises(ModelError, match="does not keep rows apart"):
         make_learner(packing="flat")
