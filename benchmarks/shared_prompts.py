@@ -3,9 +3,9 @@
     python benchmarks/shared_prompts.py [--rounds 5] [--output benchmarks/records/shared_prompts.json]
 
 One learner on one core or a GPU, with the demo's model (hidden size 128, 4 layers, float32), trains the same batch as
-padded rows and with shared prompts, in turns. Workloads: `arithmetic` is the demo's (32 groups of 8 answers of 3 to
-5 tokens, prompts of 8 to 12); `prompts` has 8 groups with prompts of 256 tokens and 8 answers of 32; `lognormal` has 8
-groups with prompts of 12 to 20 tokens and 8 answers with a median of 67 tokens, at most 480.
+padded rows and with shared prompts, in turns. Workloads: `arithmetic` is like the demo's (32 groups of 8 answers of 3
+to 5 tokens, prompts of 8 to 12); `prompts` has 8 groups with prompts of 256 tokens and 8 answers of 32; `lognormal` has
+8 groups with prompts of 12 to 20 tokens and 8 answers with a median of 67 tokens, at most 480.
 
 - saved/ideal: the time saved over the share of tokens saved, at least 0.8 for `prompts`.
 - auto: the packing that `trainer.packing = "auto"` chooses for the batch.

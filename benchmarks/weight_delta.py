@@ -5,7 +5,7 @@
 A random model of 15.7 M parameters has float32 master weights, as the trainer does. Each step trains on random tokens
 and rounds the weights to bfloat16; the buckets of the rounded weights are encoded against those of the step before,
 decoded and compared bit for bit. Fails if the median difference at a learning rate of 1e-6 takes more than 10 % of the
-bytes. """
+bytes."""
 
 from __future__ import annotations
 

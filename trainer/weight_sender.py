@@ -313,10 +313,11 @@ class WeightSender:
         return WeightGroup(address, 0, device, timeout_seconds, self._store)
 
     def _copy_to_send(self, brings_base: bool) -> WeightCopy:
+        copy = self.copy  # read once, because the next version may replace it meanwhile
         if not brings_base:
-            return self.copy
+            return copy
         assert self._base_buffers is not None, "the base is held from the first version on"
-        return WeightCopy(with_base(self.copy.manifest), self._base_buffers + self.copy.buffers)
+        return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
 
 
 def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:

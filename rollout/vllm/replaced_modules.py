@@ -3,7 +3,7 @@
 vLLM packs the weights of a linear layer for its CPU kernels, so they cannot be copied into the running model: packing
 takes too long to stop the engine for it. A second set of modules, which shares everything but the parameters with the
 running one, is loaded and packed as vLLM's loader does it, while the engine goes on. Between two steps its parameters
-and kernels then replace the running ones. """
+and kernels then replace the running ones."""
 
 from __future__ import annotations
 

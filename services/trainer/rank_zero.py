@@ -103,7 +103,6 @@ class RankZero:
         self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
         self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
         self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
-        self._stack.callback(self._prefetch.close)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
@@ -122,10 +121,10 @@ class RankZero:
         if version >= self._recipe.run.total_batches:
             return {"do": "end"}, None
         wanted = self._recipe.run.groups_per_batch
-        with self._doing(f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"):
+        activity = f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"
+        with self._doing(f"waits until version {version} is published" if self._is_publishing else activity):
             self._waiting_since = self._waiting_since or time.monotonic()
-            is_publishing = self._publishing is not None and not self._publishing.done()
-            seconds = _PUBLICATION_CHECK_SECONDS if is_publishing else _RANKS_WAIT_SECONDS
+            seconds = _PUBLICATION_CHECK_SECONDS if self._is_publishing else _RANKS_WAIT_SECONDS
             recorded = self._prefetch.next_batch(version, seconds)
         if recorded is not None:
             self._waiting_since = None
@@ -221,6 +220,7 @@ class RankZero:
 
     def close(self) -> None:
         """May be called twice."""
+        self._prefetch.close()
         self._stack.close()
 
     @contextmanager
@@ -228,6 +228,10 @@ class RankZero:
         self._activity = activity
         yield
         self._activity = "trains"
+
+    @property
+    def _is_publishing(self) -> bool:
+        return self._publishing is not None and not self._publishing.done()
 
     def _check_publication(self) -> None:
         """Raises the error of a publication that failed."""
@@ -274,7 +278,7 @@ class RankZero:
 
     def _starved_since(self) -> float | None:
         since = self._waiting_since
-        return None if since is None else max(since, self._source.last_claim)
+        return None if since is None or self._is_publishing else max(since, self._source.last_claim)
 
     def _service_figures(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """The last heartbeats of the samplers and of the reward services."""

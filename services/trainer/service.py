@@ -247,11 +247,12 @@ class Trainer:
 
     def finish(self) -> bool:
         """Writes everything that ends a run. Returns False if it was stopped before the last evaluation was over."""
-        self.wait_for_evaluation()
-        self.evaluate()
+        is_over = self.wait_for_evaluation()
+        if is_over:
+            self.evaluate()
         self.save_checkpoint()
         self.learner.export(self.recipe.folder / HF_FOLDER)
-        if not self.wait_for_evaluation():
+        if not is_over or not self.wait_for_evaluation():
             return False
         if self.rank_zero:
             self.rank_zero.finish()
