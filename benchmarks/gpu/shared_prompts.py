@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.attention import _backward, _require_close, _results
+from benchmarks.gpu.attention import backward, compare_packings
 from benchmarks.gpu.part import (
     QWEN_1_5B,
     TINY,
     Outcome,
     device,
     random_groups,
-    relative_error,
     run_part,
     timed_rounds,
     write_model,
@@ -42,16 +41,12 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as name:
         folder = write_model(Path(name) / "model", dtype="float32", initializer_range=0.05, **shape)
         rows = _rows(200, 40, 2, shape["vocab_size"])
-        reference: Any = load_model(folder, "float32").to(device())
-        expected_N, expected = _results(reference, stack(rows, device()))
-        expected = {name: one.cpu() for name, one in expected.items()}
-        del reference
         model: Any = load_model(folder, "bfloat16").to(device())
         flat = varlen_attention(model, device(), torch.bfloat16)
         assert flat is not None
         attention: dict[Packing, str] = {"flat": flat, "shared": SHARED_PROMPTS}
-        _compare(outcome, model, rows, attention, expected_N, expected)
-        model.zero_grad()
+        outcome.lines.append("bfloat16 against float32 with padded rows, 2 prompts of 200 tokens, 8 answers of 40:")
+        compare_packings(outcome, folder, model, rows, attention)
         _time(outcome, model, attention, shape["vocab_size"])
 
 
@@ -60,26 +55,6 @@ def _rows(prompt: int, answer: int, num_groups: int, vocabulary: int) -> list[Tr
         [answer] * (ANSWERS * num_groups), num_samples=ANSWERS, prompt_length=prompt, vocabulary=vocabulary, seed=prompt
     )
     return [TrainingRow(row.trajectory.segments[0]) for group in groups for row in group.scored_rows]
-
-
-def _compare(
-    outcome: Outcome,
-    model: Any,
-    rows: list[TrainingRow],
-    attention: dict[Packing, str],
-    expected_N: torch.Tensor,
-    expected: dict[str, torch.Tensor],
-) -> None:
-    lines, found = [], {}
-    for packing, name in attention.items():
-        model.set_attn_implementation(name)
-        logprobs_N, gradients = _results(model, stack(rows, device(), packing=packing))
-        joined = (torch.cat([one[name].flatten().cpu().float() for name in expected]) for one in (gradients, expected))
-        found[packing] = [float((logprobs_N - expected_N).abs().mean()), relative_error(*joined)]
-        lines.append([packing, f"{found[packing][0]:.4f}", f"{found[packing][1]:.2e}"])
-    _require_close(outcome, "model", found["shared"], found["flat"])
-    outcome.lines.append("bfloat16 against float32 with rows of their own, 2 prompts of 200 tokens, 8 answers of 40:")
-    outcome.table(("packing", "mean log-prob error", "relative L2 error of all gradients"), lines)
 
 
 def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabulary: int) -> None:
@@ -91,7 +66,7 @@ def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabular
 
         def train(packing: Packing, batches: dict[Packing, MicroBatch] = batches) -> None:
             model.set_attn_implementation(attention[packing])
-            _backward(model, batches[packing])
+            backward(model, batches[packing])
 
         flat, shared = timed_rounds([lambda: train("flat"), lambda: train("shared")], repeats=5, warm_ups=2)
         ratio = statistics.median(one / other for one, other in zip(shared, flat, strict=True))

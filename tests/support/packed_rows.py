@@ -1,9 +1,12 @@
-"""Small models of several architectures, and a plain version of torch's kernel for variable-length attention."""
+"""Small models of several architectures, batches that are packed in several ways, and a plain version of torch's kernel
+for variable-length attention.
+"""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from tandem.protos.types import Packing, TrainBatch, TrajectoryGroup
+from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.tiny_model import VOCABULARY
 from tests.support.token_model_rank import CPU
+from tests.support.training_groups import make_batch
 
 SMALL = {
     "vocab_size": len(VOCABULARY),
@@ -30,6 +36,14 @@ LATENT = DeepseekV3Config(  # its value heads are narrower than its key heads
     first_k_dense_replace=2,
 )
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EVERY_COLUMN = {
+    "advantage": {"name": "gae", "lam": 0.95},
+    "critic": {"learning_rate": 1e-2, "value_clip": 0.5},
+    "kl": {"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}},
+    "entropy_coefficient": 0.01,
+    "correction": {"rejections": [{"level": "sequence", "measure": "ratio", "low": 0.5, "high": 2.0}]},
+}
+"""Settings of a trainer that uses every column of a batch."""
 
 
 class Alone:
@@ -69,3 +83,15 @@ def kernel(
         rows = functional.scaled_dot_product_attention(*named_states, mask, scale=named["scale"], enable_gqa=True)
         parts.append(rows.transpose(0, 1))
     return torch.cat(parts)
+
+
+def batch_of_two_steps(
+    version: int, model: Path, packing: Packing, budget: int
+) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
+    return make_batch(
+        groups_of(version, plain_policy(model), num_groups=2),
+        policy_version=version,
+        tokens_per_micro_batch=budget,
+        optimizer_steps=2,
+        packing=packing,
+    )

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tandem.protos.errors import ModelError
-from tandem.protos.types import Packing, Segment, TrainBatch, TrajectoryGroup
+from tandem.protos.types import Segment
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
 from tandem.trainer.batch.record import read_record, write_record
 from tandem.trainer.learner import Learner
@@ -31,12 +31,11 @@ from tandem.trainer.models import flat_rows, varlen_attention
 from tandem.trainer.models.flat_rows import check_row_separation, measure_row_mixing
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_model import add_token_statistics
-from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import relative_error
 from tests.support.learner_rank import all_weights
-from tests.support.packed_rows import EXPERTS, LATENT, SMALL, Alone, kernel, small
+from tests.support.packed_rows import EVERY_COLUMN, EXPERTS, LATENT, SMALL, Alone, batch_of_two_steps, kernel, small
 from tests.support.token_model_rank import CPU, answers, loss_of
-from tests.support.training_groups import make_batch, make_payloads
+from tests.support.training_groups import make_payloads
 
 
 @pytest.fixture(scope="session")
@@ -153,30 +152,9 @@ def learner_of_two_steps(make_learner: MakeLearner) -> MakeLearner:
     return partial(make_learner, optimizer_steps_per_batch=2)
 
 
-def batch_of(
-    version: int, folder: Path, packing: Packing, budget: int
-) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
-    return make_batch(
-        groups_of(version, plain_policy(folder), num_groups=2),
-        policy_version=version,
-        tokens_per_micro_batch=budget,
-        optimizer_steps=2,
-        packing=packing,
-    )
-
-
-EVERYTHING = {
-    "advantage": {"name": "gae", "lam": 0.95},
-    "critic": {"learning_rate": 1e-2, "value_clip": 0.5},
-    "kl": {"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}},
-    "entropy_coefficient": 0.01,
-    "correction": {"rejections": [{"level": "sequence", "measure": "ratio", "low": 0.5, "high": 2.0}]},
-}
-
-
 @pytest.mark.parametrize(
     "given",
-    [{"zero_stage": 0}, EVERYTHING, {"zero_stage": 0, "lora": {"rank": 4}, "gradient_checkpointing": True}],
+    [{"zero_stage": 0}, EVERY_COLUMN, {"zero_stage": 0, "lora": {"rank": 4}, "gradient_checkpointing": True}],
     ids=["default", "critic, reference, entropy, rejection", "adapters, checkpointed activations"],
 )
 def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Path, given: Any) -> None:
@@ -186,7 +164,7 @@ def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Pat
         assert learner.packings == (packing,)
         start = all_weights(learner)
         for version in (1, 2):
-            batch, by_id = batch_of(version, folder, packing, budget)
+            batch, by_id = batch_of_two_steps(version, folder, packing, budget)
             metrics = dict(learner.train(batch, by_id).metrics)
         ends.append(all_weights(learner))
         figures.append(metrics)
@@ -203,7 +181,7 @@ def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Pat
 def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     make_learner: MakeLearner, folder: Path, tmp_path: Path
 ) -> None:
-    batch, by_id = batch_of(1, folder, "flat", 60)
+    batch, by_id = batch_of_two_steps(1, folder, "flat", 60)
     write_record(tmp_path, batch, make_payloads(by_id.values()))
     recorded, _ = read_record(tmp_path, 1)
     assert recorded == batch and recorded.packing == "flat"
@@ -242,7 +220,7 @@ def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     with pytest.raises(ModelError, match="does not keep rows apart"):
         make_learner(packing="flat")
     with pytest.raises(ModelError, match="does not keep rows apart"):
-        learner.train(*batch_of(1, folder, "flat", 60))
+        learner.train(*batch_of_two_steps(1, folder, "flat", 60))
 
 
 @pytest.mark.gpu
@@ -250,7 +228,7 @@ def test_a_gpu_trains_flat_rows_with_variable_length_attention(make_learner: Mak
     losses = []
     for packing in ("padded", "auto"):
         learner = make_learner(packing=packing, dtype="bfloat16")
-        losses.append(learner.train(*batch_of(1, folder, learner.packings[0], 2000)).metrics["loss"])
+        losses.append(learner.train(*batch_of_two_steps(1, folder, learner.packings[0], 2000)).metrics["loss"])
     assert learner.packings == ("flat", "shared")
     assert learner._model.config._attn_implementation in ("flash_attention_2", varlen_attention.TORCH_VARLEN)
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)

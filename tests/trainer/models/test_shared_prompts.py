@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tandem.protos.errors import ModelError
-from tandem.protos.types import Packing, Segment, TrainBatch, TrajectoryGroup
+from tandem.protos.types import Segment
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
 from tandem.trainer.batch.record import read_record, write_record
 from tandem.trainer.batch.shared_prompts import SharedPrompts
@@ -35,12 +35,11 @@ from tandem.trainer.models.flat_rows import RowPacking, measure_row_mixing
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.shared_attention import SHARED_PROMPTS
 from tandem.trainer.models.token_model import add_token_statistics
-from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import relative_error
 from tests.support.learner_rank import all_weights
-from tests.support.packed_rows import EXPERTS, LATENT, SMALL, Alone, kernel, small
+from tests.support.packed_rows import EVERY_COLUMN, EXPERTS, LATENT, SMALL, Alone, batch_of_two_steps, kernel, small
 from tests.support.token_model_rank import CPU, answers, loss_of
-from tests.support.training_groups import make_batch, make_payloads
+from tests.support.training_groups import make_payloads
 
 MakeLearner = Callable[..., Learner]
 Sizes = Sequence[tuple[int, int]]
@@ -200,30 +199,11 @@ def learner_of_two_steps(make_learner: MakeLearner) -> MakeLearner:
     return partial(make_learner, optimizer_steps_per_batch=2)
 
 
-def batch_of(version: int, model: Path, packing: Packing, budget: int) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
-    return make_batch(
-        groups_of(version, plain_policy(model), num_groups=2),
-        policy_version=version,
-        tokens_per_micro_batch=budget,
-        optimizer_steps=2,
-        packing=packing,
-    )
-
-
-EVERYTHING = {
-    "advantage": {"name": "gae", "lam": 0.95},
-    "critic": {"learning_rate": 1e-2, "value_clip": 0.5},
-    "kl": {"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}},
-    "entropy_coefficient": 0.01,
-    "correction": {"rejections": [{"level": "sequence", "measure": "ratio", "low": 0.5, "high": 2.0}]},
-}
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"zero_stage": 0},
-        EVERYTHING,
+        EVERY_COLUMN,
         {"zero_stage": 0, "lora": {"rank": 4}, "gradient_checkpointing": True, "kl": {"loss": {"coefficient": 0.1}}},
     ],
     ids=["default", "critic, reference, entropy, rejection", "adapters, their reference, checkpointed activations"],
@@ -234,7 +214,7 @@ def test_shared_prompts_train_the_same_weights(make_learner: MakeLearner, model:
         learner = make_learner(packing=packing, **given)
         start = all_weights(learner)
         for version in (1, 2):
-            batch, by_id = batch_of(version, model, packing, budget)  # type: ignore[arg-type]
+            batch, by_id = batch_of_two_steps(version, model, packing, budget)  # type: ignore[arg-type]
             metrics = dict(learner.train(batch, by_id).metrics)
         ends.append(all_weights(learner))
         figures.append(metrics)
@@ -251,8 +231,8 @@ def test_shared_prompts_train_the_same_weights(make_learner: MakeLearner, model:
 def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     make_learner: MakeLearner, model: Path, tmp_path: Path
 ) -> None:
-    shared, by_id = batch_of(1, model, "shared", 60)
-    padded, _ = batch_of(2, model, "padded", 60)
+    shared, by_id = batch_of_two_steps(1, model, "shared", 60)
+    padded, _ = batch_of_two_steps(2, model, "padded", 60)
     write_record(tmp_path, shared, make_payloads(by_id.values()))
     recorded, _ = read_record(tmp_path, 1)
     assert recorded == shared and recorded.packing == "shared"
@@ -260,7 +240,7 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     for packing in ("shared", "auto", "padded"):
         learner = make_learner(packing=packing)
         for batch in (recorded, padded):
-            learner.train(batch, {**by_id, **batch_of(batch.policy_version, model, "padded", 60)[1]})
+            learner.train(batch, {**by_id, **batch_of_two_steps(batch.policy_version, model, "padded", 60)[1]})
         ends.append(all_weights(learner))
     assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
 
@@ -279,7 +259,7 @@ def test_a_gpu_trains_shared_prompts_with_variable_length_attention(make_learner
     losses = []
     for packing in ("padded", "shared"):
         learner = make_learner(packing=packing, dtype="bfloat16")
-        losses.append(learner.train(*batch_of(1, model, learner.packings[0], 2000)).metrics["loss"])
+        losses.append(learner.train(*batch_of_two_steps(1, model, learner.packings[0], 2000)).metrics["loss"])
     policy = learner._model.config
     assert policy._attn_implementation == SHARED_PROMPTS
     size = policy.hidden_size // policy.num_attention_heads
