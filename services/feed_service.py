@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from tandem.protos.codec import encode_group
 from tandem.protos.types import TrajectoryGroup
-from tandem.services.buffer.buffer import Admission, Buffer
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Admission
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tandem.protos.errors import EnvironmentLackError, NotAdmittedError, UnavailableError
-from tandem.services.buffer.buffer import Buffer, Claim, FailureKind, Stage
+from tandem.services.buffer.types import FailureKind
 from tandem.services.process import in_thread
 
 log = logging.getLogger(__name__)
@@ -102,49 +102,6 @@ class LeaseSource(Protocol[LeaseT, ResultT_contra]):
 
     def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
         """Saves the partial result, if any, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """Result of a stage for a group: the payload, and the headers if the group becomes scored."""
-
-    payload: bytes
-    headers: str = ""
-    figures: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLeases:
-    """Groups of one stage of the buffer. Before it saves work, it calls `report`, so that the registry's figures count
-    all that others read from the buffer.
-    """
-
-    buffer: Buffer
-    stage: Stage
-    worker: str
-    lease_seconds: float
-    report: Callable[[], None] = lambda: None
-
-    def claim(self, limit: int, timeout_seconds: float) -> Sequence[Claim]:
-        return self.buffer.claim(self.stage, self.worker, limit, self.lease_seconds, timeout_seconds)
-
-    def renew(self, leases: Sequence[Claim], partials: Mapping[int, bytes]) -> Collection[int]:
-        if partials:
-            self.report()
-        return self.buffer.renew(leases, self.lease_seconds, partials)
-
-    def complete(self, finished: Sequence[tuple[Claim, GroupResult]]) -> Collection[int]:
-        self.report()
-        return self.buffer.complete_all([(lease, result.payload, result.headers) for lease, result in finished])
-
-    def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
-        if partial is not None:
-            self.renew([lease], {lease.token: partial})
-        outcome = self.buffer.release(lease, release.reason, release.kind, release.detail)
-        if release.detail:
-            words = (lease.group_id, outcome, release.reason, release.detail)
-            log.warning("group %s is %s (%s): %s", *words, extra={"group": lease.group_id})
-        return outcome
 
 
 class LeaseWorker(Protocol[LeaseT, ResultT_co]):

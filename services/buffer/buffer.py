@@ -12,78 +12,28 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, cast
 
 from tandem.protos.codec import decode_headers
 from tandem.protos.errors import DataError, LedgerError
-from tandem.protos.types import RowHeader
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
-
-Stage = Literal["prompts", "generated"]
-FailureKind = Literal["infrastructure", "data", "voluntary"]
-Released = Literal["requeued", "dropped", "refused"]
-SamplerState = Literal["JOINING", "LIVE", "STALE"]
-Told = Literal["", "left", "finished", "stopped"]
-"""The answer to a heartbeat: the service is to leave, or the run has ended, by itself or by an order."""
-
-ALIVE_SECONDS = 10.0
-"""A service counts as alive for so long after its last heartbeat."""
-
-STATES = (
-    *("prompts_waiting", "prompts_leased", "generated_waiting", "generated_leased"),
-    *("scored_waiting", "scored_claimed", "trained", "committed", "dropped"),
+from tandem.services.buffer.types import (
+    ALIVE_SECONDS,
+    STATES,
+    Admission,
+    Claim,
+    FailureKind,
+    Released,
+    Sampler,
+    ScoredClaim,
+    Stage,
+    Told,
 )
-"""The states of a group, in order. `admitted` is always the sum over them."""
 
 _COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
 _GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
 _MAX_INDEX = 2**32  # a group's index is the position of a bit in a Redis string
 _MAX_REASON = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """State for the feed: `free` credits, `wanted` groups that the run still needs, and the next position `cursor`."""
-
-    free: int
-    wanted: int
-    cursor: int
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A leased group. `partial` has the partial results that an earlier holder saved by `renew`."""
-
-    group_id: str
-    stage: Stage
-    token: int
-    payload: bytes
-    partial: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredClaim:
-    """A scored group claimed by the trainer; `Buffer.read` fetches its payload."""
-
-    group_id: str
-    headers: tuple[RowHeader, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """One rollout replica. `version` and `incarnation` are those of its last completed update, -1 before the first."""
-
-    id: str
-    address: str
-    state: SamplerState
-    version: int
-    incarnation: int
-    tensor_parallel_size: int
-    alive: bool
-    """Whether it sent a heartbeat within the requested time."""
-    generation: int
-    """Number of processes that have registered under this id."""
 
 
 class Buffer:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.protos.errors import UserError
-from tandem.services.buffer.buffer import ALIVE_SECONDS, Buffer
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.buffer.types import ALIVE_SECONDS
 
 SAMPLERS = "rollout"
 """The kind of service whose replicas are samplers."""

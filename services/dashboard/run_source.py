@@ -15,7 +15,8 @@ import grpc
 
 from tandem.protos import control_pb2, control_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import TandemError, UnavailableError
-from tandem.services.buffer.buffer import ALIVE_SECONDS, Buffer, Sampler
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import ALIVE_SECONDS, Sampler
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.dashboard.events import Events
 from tandem.services.dashboard.figures import Figures

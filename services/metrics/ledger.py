@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tandem.services.buffer.buffer import STATES, Buffer
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import STATES
 from tandem.services.metrics.names import Figures
 
 

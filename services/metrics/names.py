@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from tandem.protos.contracts import UnscoredReason
 from tandem.reward.scheduling.priority_queue import PRIORITIES
-from tandem.services.buffer.buffer import STATES
+from tandem.services.buffer.types import STATES
 
 Figures = Mapping[str, object]
 Source = Literal[

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tandem.services.buffer.buffer import ALIVE_SECONDS, Sampler
+from tandem.services.buffer.types import ALIVE_SECONDS, Sampler
 from tandem.services.config import Recipe
 
 _PAUSED_FRACTION = 0.1

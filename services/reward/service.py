@@ -23,12 +23,12 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
-from tandem.services.buffer.buffer import Buffer, Claim, FailureKind
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Claim, FailureKind
 from tandem.services.config import Recipe
+from tandem.services.group_leases import GroupLeases, GroupResult
 from tandem.services.leases import (
     SHUTDOWN,
-    GroupLeases,
-    GroupResult,
     Held,
     LeaseLoop,
     LeaseWorker,

@@ -14,8 +14,9 @@ from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress, WeightManifest
 from tandem.rollout.sampler import Sampler
-from tandem.services.buffer.buffer import Claim
-from tandem.services.leases import GroupResult, LeaseLoop
+from tandem.services.buffer.types import Claim
+from tandem.services.group_leases import GroupResult
+from tandem.services.leases import LeaseLoop
 from tandem.services.rpc.limits import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RolloutService"

@@ -22,10 +22,12 @@ from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.rollout.sampler import Sampler
-from tandem.services.buffer.buffer import Buffer, Claim
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
+from tandem.services.buffer.types import Claim
 from tandem.services.config import Recipe
-from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
+from tandem.services.group_leases import GroupLeases, GroupResult
+from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import Attributes, flush_spans, group_span
 from tandem.services.process import starting, stop_event

@@ -18,7 +18,8 @@ import numpy as np
 from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import NotAdmittedError, TandemError
 from tandem.protos.types import Prompt
-from tandem.services.buffer.buffer import ALIVE_SECONDS, Buffer
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread

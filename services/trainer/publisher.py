@@ -13,7 +13,8 @@ from tandem.protos import rollout_pb2
 from tandem.protos.errors import UnavailableError, WeightTransferError
 from tandem.protos.manifest import weights_digest
 from tandem.protos.types import WeightManifest
-from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Sampler
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
 from tandem.services.rpc.tokens import Role, run_token

@@ -13,7 +13,7 @@ from tandem.protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_
 from tandem.protos.errors import MissingBaseWeightsError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightGroupAddress, WeightManifest
-from tandem.services.buffer.buffer import Sampler
+from tandem.services.buffer.types import Sampler
 from tandem.services.rpc.client import connect, from_rpc_error
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem.protos.errors import TandemError
-from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Sampler
 from tandem.services.process import Repeated
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tandem.protos.errors import NotAdmittedError
-from tandem.services.buffer.buffer import STATES, Buffer, Claim, Stage
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import STATES, Claim, Stage
 from tandem.services.process import die_with_parent, in_thread
 from tests.support import redis_ring as ring
 

@@ -11,8 +11,9 @@ import pytest
 import redis
 from redis.commands.core import Script
 
-from tandem.services.buffer.buffer import Buffer, Claim, Stage
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
+from tandem.services.buffer.types import Claim, Stage
 
 SAMPLER = "rollout-0"
 SCORER = "reward"

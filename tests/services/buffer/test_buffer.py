@@ -10,7 +10,8 @@ import pytest
 
 from tandem.protos.errors import DataError, FencedError, LedgerError, NotAdmittedError, RunExistsError, UnavailableError
 from tandem.services.buffer import connection
-from tandem.services.buffer.buffer import Admission, Buffer
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Admission
 from tests.support import redis_ring as ring
 
 # ---- creation and admission ----

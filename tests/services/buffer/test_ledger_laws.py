@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.errors import LedgerError
-from tandem.services.buffer.buffer import STATES, Buffer
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
+from tandem.services.buffer.types import STATES
 from tests.support import redis_ring as ring
 from tests.support.buffer_chaos import Chaos
 

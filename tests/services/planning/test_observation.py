@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.services.buffer.buffer import Sampler
+from tandem.services.buffer.types import Sampler
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.planning.observation import batches_of, queues_of
 

@@ -20,8 +20,9 @@ from tandem.protos.manifest import decode_manifest, weights_digest
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import WeightGroupAddress, WeightManifest
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
+from tandem.services.buffer.types import Sampler
 from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot

@@ -14,8 +14,9 @@ import pytest
 
 from tandem.protos.errors import FencedError, SelectionError, TrainingError
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
-from tandem.services.buffer.buffer import Buffer, Sampler
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.buffer.types import Sampler
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tandem.trainer.batch.record import recorded_versions
