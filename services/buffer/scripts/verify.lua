@@ -1,8 +1,4 @@
 -- Returns one line for each violation. It is a single script, so that it sees one consistent state.
-local QUEUES = {
-  'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased',
-  'scored_waiting', 'scored_claimed', 'trained',
-}
 local violations = {}
 local function expect(holds_true, text)
   if not holds_true then violations[#violations + 1] = text end
@@ -17,8 +13,8 @@ end
 -- Every queue contains each of its groups once, and the group's state names that queue.
 local num_queued = 0
 local queue_of = {}
-for _, queue in ipairs(QUEUES) do
-  local ids = redis.call(LISTS[queue] and 'LRANGE' or 'ZRANGE', key(queue), 0, -1)
+for _, queue in ipairs({ 'trained', unpack(LIVE) }) do
+  local ids = redis.call('ZRANGE', key(queue), 0, -1)
   num_queued = num_queued + #ids
   for _, id in ipairs(ids) do
     expect(not queue_of[id], 'group ' .. id .. ' stands in ' .. queue .. ' and in ' .. (queue_of[id] or ''))
