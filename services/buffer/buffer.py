@@ -20,7 +20,7 @@ from typing import Literal, cast
 from tandem.protos.codec import decode_headers
 from tandem.protos.errors import DataError, LedgerError
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
-from tandem.services.buffer.rollback import roll_back
+from tandem.services.buffer.rollback import roll_back, run_to_end
 from tandem.services.buffer.types import (
     ALIVE_SECONDS,
     LIVE_STATES,
@@ -34,6 +34,7 @@ from tandem.services.buffer.types import (
     Stage,
     Told,
 )
+from tandem.services.buffer.verification import violations
 
 _COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
 _GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
@@ -220,14 +221,14 @@ class Buffer:
         broadcast began: a sampler that has restarted since stays JOINING, because it has its first weights again. A
         plain id is not checked for restarts. Raises LedgerError if a later version is published.
         """
-        self.connection.run_to_end("publish", incarnation, version, *_with_generations(acknowledged))
+        run_to_end(self.connection.run, "publish", incarnation, version, *_with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
 
         Raises LedgerError if the version is not published yet.
         """
-        self.connection.run_to_end("commit", incarnation, version)
+        run_to_end(self.connection.run, "commit", incarnation, version)
 
     def committed_version(self) -> int:
         """The version up to which Redis has every batch as committed, 0 before the first commit."""
@@ -245,8 +246,8 @@ class Buffer:
         Raises LedgerError, and changes nothing, if a group trained after the checkpoint is in no record, or a group is
         in two. A trainer that dies in a rollback leaves a sound ledger, in which its successor repeats it.
         """
-        batches = {version: _checked_ids(recorded[version]) for version in sorted(recorded)}
-        roll_back(self.connection, incarnation, checkpoint_version, batches)
+        batches = [(version, _checked_ids(recorded[version])) for version in sorted(recorded)]
+        roll_back(self.connection.run, incarnation, checkpoint_version, batches)
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
         """Ends a run: drops every group that is not trained, and returns their number."""
@@ -267,12 +268,12 @@ class Buffer:
         """
         generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         self._generations[sampler_id] = int(generation)
-        self.connection.run_to_end("give_back", sampler_id)
+        run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
         """Registers a service that has just started, and requeues the leases of its predecessor."""
         self.connection.run("register_service", name, address)
-        self.connection.run_to_end("give_back", name)
+        run_to_end(self.connection.run, "give_back", name)
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
         """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does."""
@@ -333,9 +334,9 @@ class Buffer:
     def verify(self) -> list[str]:
         """Compares every group with its queue, lease, payload, credit and outcome, and all groups with the counters.
 
-        Returns one line for each contradiction.
+        Returns one line for each contradiction. It may run while everything else does, and holds nobody up.
         """
-        return [line.decode() for line in self.connection.run("verify")]
+        return violations(self.connection)
 
     def _texts(self, name: str) -> dict[str, str]:
         return {field.decode(): text.decode(errors="replace") for field, text in self.connection.hash(name).items()}

@@ -135,11 +135,6 @@ class Connection:
             self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
         return self.retried(lambda: self._scripts[verb](keys=[self.key("meta")], args=arguments))
 
-    def run_to_end(self, verb: str, *arguments: bytes | str | int) -> None:
-        """Runs a verb that does a part of its work at a time, until it answers that nothing is left."""
-        while not self.run(verb, *arguments):
-            pass
-
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
         deadline = time.monotonic() + (OUTAGE_SECONDS if outage_seconds is None else outage_seconds)

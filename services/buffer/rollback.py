@@ -6,31 +6,39 @@ back to the same checkpoint and records, ends in the same state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tandem.protos.errors import LedgerError
-from tandem.services.buffer.connection import Connection
+
+Run = Callable[..., object]
+"""`Connection.run`: the name of a script and its arguments."""
+Batches = Sequence[tuple[int, Sequence[str]]]
+"""(version, group ids), ascending."""
 
 
-def roll_back(
-    connection: Connection, incarnation: int, checkpoint_version: int, batches: Mapping[int, Sequence[str]]
-) -> None:
-    """See `Buffer.rollback`. `batches` has the group ids of the recorded versions, in ascending order."""
+def run_to_end(run: Run, verb: str, *arguments: str | int) -> None:
+    """Runs a verb that does a part of its work at a time, until it answers that nothing is left."""
+    while not run(verb, *arguments):
+        pass
+
+
+def roll_back(run: Run, incarnation: int, checkpoint_version: int, batches: Batches) -> None:
+    """See `Buffer.rollback`. `batches` are those that are recorded."""
     _check_recorded_once(batches)
     before = 0
-    for version, group_ids in batches.items():
-        connection.run("check_records", incarnation, checkpoint_version, before, version, *group_ids)
+    for version, group_ids in batches:
+        run("check_records", incarnation, checkpoint_version, before, version, *group_ids)
         before = version
-    connection.run("check_records", incarnation, checkpoint_version, before, "inf")
+    run("check_records", incarnation, checkpoint_version, before, "inf")
     # The last version first, because exactly the trained groups above the published version are outstanding.
-    for version in reversed(batches):
-        connection.run("restore_batch", incarnation, checkpoint_version, version, *batches[version])
-    connection.run_to_end("end_rollback", incarnation, checkpoint_version, max([checkpoint_version, *batches]))
+    for version, group_ids in reversed(batches):
+        run("restore_batch", incarnation, checkpoint_version, version, *group_ids)
+    run_to_end(run, "end_rollback", incarnation, checkpoint_version, max(checkpoint_version, before))
 
 
-def _check_recorded_once(batches: Mapping[int, Sequence[str]]) -> None:
+def _check_recorded_once(batches: Batches) -> None:
     version_of: dict[str, int] = {}
-    for version, group_ids in batches.items():
+    for version, group_ids in batches:
         for group_id in group_ids:
             if version_of.setdefault(group_id, version) != version:
                 raise LedgerError(f"group {group_id} is recorded in versions {version_of[group_id]} and {version}")

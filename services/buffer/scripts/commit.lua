@@ -10,5 +10,6 @@ end
 local ids, version = next_trained('-inf', ARGV[2])
 for _, id in ipairs(ids) do commit_group(id) end
 -- Not beyond a gap: if Redis lost the record of a version, its groups are not committed, and a rollback needs them.
-if version == number_of(META, 'committed_version', 0) + 1 then redis.call('HSET', META, 'committed_version', version) end
+local committed = number_of(META, 'committed_version', 0)
+if version == committed + 1 then redis.call('HSET', META, 'committed_version', version) end
 return #next_trained('-inf', ARGV[2]) == 0 and 1 or 0

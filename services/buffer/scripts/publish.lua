@@ -1,6 +1,6 @@
 -- ARGV: incarnation, version, then id and generation ('' is not checked) of each sampler that acknowledged it
--- Publishes the next trained version, and answers 0 while it is below `version`. Several are left only after a rollback,
--- when no sampler is LIVE. A trainer may die between two calls: the next rollback restores what was published too far.
+-- Publishes the next trained version, and answers 0 while it is below `version`. Several are left only after a
+-- rollback, when no sampler is LIVE. A trainer may die between two calls: the next rollback restores their groups.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local published = number_of(META, 'published_version', -1)
