@@ -99,7 +99,9 @@ class TrainerConfig(AlgorithmConfig):
     max_skipped_batches: Annotated[int, Field(ge=1)] = 5
     """Consecutive batches that may skip a policy or critic step for a non-finite gradient norm before the run fails."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Batches between two checkpoints; 0 writes only the last one."""
+    """Batches between two checkpoints, which a restarted trainer may have to train again, and which Redis keeps until
+    then. 0: a twentieth of run.total_batches, but at least 10 and at most 50. The last version always gets one.
+    """
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Number of checkpoints kept on disk."""
     export_every: Annotated[int, Field(ge=0)] = 0

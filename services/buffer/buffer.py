@@ -1,5 +1,8 @@
 """The experience buffer: the stages `prompts`, `generated` and `scored` in Redis. Each verb is one atomic script.
 
+A verb whose groups may be many calls its script once for each version or chunk of them. The ledger is sound between two
+calls, and whoever repeats the verb goes on where it ended.
+
 Services claim a group, work on it, and complete it. A claim is a lease with a fencing token. If its holder dies, the
 group returns to the front of its queue with the partial results that `renew` saved. If the holder was only late, its
 result is refused. Claims of `scored` are not leases. They belong to a trainer incarnation, and only the next
@@ -17,8 +20,10 @@ from typing import Literal, cast
 from tandem.protos.codec import decode_headers
 from tandem.protos.errors import DataError, LedgerError
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
+from tandem.services.buffer.rollback import roll_back, run_to_end
 from tandem.services.buffer.types import (
     ALIVE_SECONDS,
+    LIVE_STATES,
     STATES,
     Admission,
     Claim,
@@ -29,6 +34,7 @@ from tandem.services.buffer.types import (
     Stage,
     Told,
 )
+from tandem.services.buffer.verification import violations
 
 _COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
 _GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
@@ -215,31 +221,43 @@ class Buffer:
         broadcast began: a sampler that has restarted since stays JOINING, because it has its first weights again. A
         plain id is not checked for restarts. Raises LedgerError if a later version is published.
         """
-        self.connection.run("publish", incarnation, version, *_with_generations(acknowledged))
+        run_to_end(self.connection.run, "publish", incarnation, version, *_with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
 
         Raises LedgerError if the version is not published yet.
         """
-        self.connection.run("commit", incarnation, version)
+        run_to_end(self.connection.run, "commit", incarnation, version)
+
+    def committed_version(self) -> int:
+        """The version up to which Redis has every batch as committed, 0 before the first commit."""
+        return int(self._texts("meta").get("committed_version", 0))
 
     def rollback(self, incarnation: int, checkpoint_version: int, recorded: Mapping[int, Sequence[str]]) -> None:
         """Makes the ledger agree with the disk: the checkpoint, and the batches `recorded` (version → its group ids).
 
         Versions up to the checkpoint are committed. Groups recorded later become trained and outstanding again,
         whatever their state in Redis, until the last of those versions is published. Other claimed groups are requeued
-        in order. The published version becomes the checkpoint's. Records at or below the checkpoint are needed only if
-        Redis may have lost writes. Their groups are then committed too, so they are never trained twice.
+        in order. The published version becomes the checkpoint's. Of the records at or below the checkpoint, those above
+        `committed_version` are needed, because Redis may have lost writes. Their groups are then committed too, so they
+        are never trained twice.
 
-        Raises LedgerError if a group trained after the checkpoint is in no record, or a group is in two.
+        Raises LedgerError, and changes nothing, if a group trained after the checkpoint is in no record, or a group is
+        in two. A trainer that dies in a rollback leaves a sound ledger, in which its successor repeats it.
         """
-        batches = [[version, _checked_ids(recorded[version])] for version in sorted(recorded)]
-        self.connection.run("rollback", incarnation, checkpoint_version, json.dumps(batches))
+        batches = [(version, _checked_ids(recorded[version])) for version in sorted(recorded)]
+        roll_back(self.connection.run, incarnation, checkpoint_version, batches)
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
         """Ends a run: drops every group that is not trained, and returns their number."""
-        return int(self.connection.run("drop_outstanding", incarnation, new_request(), _checked_reason(reason)))
+        counts, dropped = self.counts(), 0
+        outstanding = sum(counts[state] for state in LIVE_STATES)
+        while True:
+            number = int(self.connection.run("drop_outstanding", incarnation, new_request(), _checked_reason(reason)))
+            dropped += number
+            if number == 0 or dropped >= outstanding:  # the feed may admit others in their place
+                return dropped
 
     # ---- the registry ----
 
@@ -250,10 +268,12 @@ class Buffer:
         """
         generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         self._generations[sampler_id] = int(generation)
+        run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
         """Registers a service that has just started, and requeues the leases of its predecessor."""
         self.connection.run("register_service", name, address)
+        run_to_end(self.connection.run, "give_back", name)
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
         """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does."""
@@ -314,9 +334,9 @@ class Buffer:
     def verify(self) -> list[str]:
         """Compares every group with its queue, lease, payload, credit and outcome, and all groups with the counters.
 
-        Returns one line for each contradiction.
+        Returns one line for each contradiction. It may run while everything else does, and holds nobody up.
         """
-        return [line.decode() for line in self.connection.run("verify")]
+        return violations(self.connection)
 
     def _texts(self, name: str) -> dict[str, str]:
         return {field.decode(): text.decode(errors="replace") for field, text in self.connection.hash(name).items()}

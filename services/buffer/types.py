@@ -17,10 +17,11 @@ Told = Literal["", "left", "finished", "stopped"]
 ALIVE_SECONDS = 10.0
 """A service counts as alive for so long after its last heartbeat."""
 
-STATES = (
+LIVE_STATES = (
     *("prompts_waiting", "prompts_leased", "generated_waiting", "generated_leased"),
-    *("scored_waiting", "scored_claimed", "trained", "committed", "dropped"),
+    *("scored_waiting", "scored_claimed"),
 )
+STATES = (*LIVE_STATES, "trained", "committed", "dropped")
 """The states of a group, in order. `admitted` is always the sum over them."""
 
 

@@ -218,6 +218,11 @@ class Recipe(Options):
         """(S + 1)·P: maximum number of outstanding groups."""
         return (self.run.staleness_budget + 1) * self.run.groups_per_batch
 
+    @property
+    def checkpoint_every(self) -> int:
+        """Batches between two checkpoints: `trainer.checkpoint_every`, or its default."""
+        return self.trainer.checkpoint_every or min(50, max(10, self.run.total_batches // 20))
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
         if not self.data.train_file and not self.data.train:

@@ -74,14 +74,14 @@ def measure(folder: Path) -> Measured:
 
 def setting_of(recipe: Recipe) -> Setting:
     """The ring of a recipe."""
-    trainer, outputs = recipe.trainer, (recipe.trainer.checkpoint_every, recipe.trainer.export_every)
+    trainer = recipe.trainer
     return Setting(
         recipe.run.groups_per_batch,
         recipe.run.staleness_budget,
         samplers=max(1, recipe.rollout.num_replicas),
         groups_in_flight=recipe.rollout.max_groups_in_flight,
         evaluate_every=trainer.evaluate_every,
-        output_every=min((every for every in outputs if every), default=0),
+        output_every=min(recipe.checkpoint_every, trainer.export_every or recipe.checkpoint_every),
     )
 
 

@@ -26,7 +26,7 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
     if facts is None:
         return payloads
     never = run.total_batches + 1
-    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or never))
+    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // recipe.checkpoint_every)
     exports = 1 + run.total_batches // (trainer.export_every or never)
     num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
     checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER

@@ -58,8 +58,17 @@ def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
     """Begins a new incarnation, which fences every earlier one, and sets the ledger to match the run folder."""
     incarnation = buffer.begin_incarnation()
     resume_point = find_resume_point(folder)
-    # Includes batches in the checkpoint: if Redis lost writes, their groups must not be trained twice.
-    recorded = {version: list(read_plan(folder, version).group_ids) for version in recorded_versions(folder)}
+    # A Redis that lost its last writes has committed less than the checkpoint contains. The groups of those batches
+    # must not be trained twice, so the rollback needs their records, too.
+    known = min(buffer.committed_version(), resume_point.checkpoint_version)
+    versions = [version for version in recorded_versions(folder) if version > known]
+    if missing := set(range(known + 1, resume_point.checkpoint_version + 1)).difference(versions):
+        raise LedgerError(
+            f"Redis at {buffer.place} has committed version {known} and the last checkpoint holds version "
+            f"{resume_point.checkpoint_version}, but {folder}/batches/{min(missing):06d} is missing; restore that "
+            "folder, or start a new run"
+        )
+    recorded = {version: read_plan(folder, version).group_ids for version in versions}
     buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
     return incarnation, resume_point
 

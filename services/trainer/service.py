@@ -224,10 +224,10 @@ class Trainer:
     def save_outputs(self) -> None:
         """Writes the checkpoint and the export that are due, and starts a due evaluation, of the published version."""
         trainer = self.recipe.trainer
-        if not any(map(self._due, (trainer.checkpoint_every, trainer.export_every, trainer.evaluate_every))):
+        if not any(map(self._due, (self.recipe.checkpoint_every, trainer.export_every, trainer.evaluate_every))):
             return
         self.wait_until_published()
-        if self._due(self.recipe.trainer.checkpoint_every):
+        if self._due(self.recipe.checkpoint_every):
             self.save_checkpoint()
         if self._due(self.recipe.trainer.export_every):
             self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")

@@ -24,7 +24,7 @@ def starving_run(folder: Path, mode: str) -> WholeRun:
         run={"total_batches": 1000},
         rollout={"engine": "transformers", "max_response_tokens": 64, "max_groups_in_flight": 1},
         autoscale={"mode": mode, "max_samplers": 2, "cooldown_seconds": 5.0, "trainer_idle": 0.05},
-        trainer={"checkpoint_every": 0},
+        trainer={"checkpoint_every": 100},
     )
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.system
 
 @pytest.mark.timeout(300)
 def test_a_measured_run_is_enough_for_a_plan(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, run={"total_batches": 12, "staleness_budget": 0}, trainer={"checkpoint_every": 0})
+    run = WholeRun(tmp_path, run={"total_batches": 12, "staleness_budget": 0}, trainer={"checkpoint_every": 100})
     run.finish()
     measured = measure(run.folder)
     assert measured.num_batches == 12 - 3

@@ -12,11 +12,12 @@ local answer = remembered(ARGV[1])
 if answer then
   claimed = cjson.decode(answer)
 else
-  for _, id in ipairs(redis.call('LRANGE', key(stage .. '_waiting'), 0, ARGV[5] - 1)) do
+  for _, id in ipairs(redis.call('ZRANGE', key(stage .. '_waiting'), 0, ARGV[5] - 1)) do
     local token = next_token()
     leave(id)
     enter(id, stage .. '_leased', NOW_MS + ARGV[6])
     redis.call('HSET', key('group', id), 'token', token, 'worker', ARGV[3])
+    redis.call('ZADD', key('leases', ARGV[3]), token, id)
     claimed[#claimed + 1] = { id, token }
   end
   if #claimed > 0 then remember(ARGV[1], cjson.encode(claimed)) end

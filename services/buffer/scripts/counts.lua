@@ -7,7 +7,7 @@ local function add(name, figure)
   reply[#reply + 1] = figure
 end
 for _, stage in ipairs({ 'prompts', 'generated' }) do
-  add(stage .. '_waiting', redis.call('LLEN', key(stage .. '_waiting')))
+  add(stage .. '_waiting', redis.call('ZCARD', key(stage .. '_waiting')))
   add(stage .. '_leased', redis.call('ZCARD', key(stage .. '_leased')))
 end
 for _, state in ipairs({ 'scored_waiting', 'scored_claimed', 'trained' }) do

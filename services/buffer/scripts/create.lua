@@ -3,7 +3,7 @@ local creator = redis.call('HGET', META, 'created_by')
 if creator and creator ~= ARGV[1] and ARGV[2] == '0' then return refuse('RunExistsError', 'exists already') end
 if not creator then
   redis.call('HSET', META, 'created_by', ARGV[1], 'incarnation', 0, 'cursor', 0)
-  redis.call('HSET', META, 'published_version', -1, 'recorded_version', -1)
+  redis.call('HSET', META, 'published_version', -1, 'recorded_version', -1, 'committed_version', 0)
 end
 redis.call('HSET', META, 'groups_per_batch', ARGV[3], 'staleness_budget', ARGV[4], 'target_groups', ARGV[5])
 redis.call('HSET', META, 'failure_budget:infrastructure', ARGV[6], 'failure_budget:data', ARGV[7])

@@ -1,6 +1,9 @@
 -- Groups: their queues, their end (committed, dropped), and leases that run out.
 
-local LISTS = { prompts_waiting = true, generated_waiting = true }
+local CHUNK = 256 -- groups that one call moves at most, where their number may be large; each takes some 20 µs
+local LIVE = {
+  'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased', 'scored_waiting', 'scored_claimed',
+}
 
 -- A finished group keeps one bit in a bitmap of its epoch, so that no instance enters twice. The bitmaps have the names
 -- of the counters that they must agree with: admitted, committed, dropped:<reason>.
@@ -27,25 +30,23 @@ local function fate(id)
   end
 end
 
+-- `place` is the score in the queue of that state: `front`, `back`, or a number.
 local function enter(id, state, place)
+  if place == 'front' then place = redis.call('HINCRBY', META, 'front', -1) end
+  if place == 'back' then place = redis.call('HINCRBY', META, 'back', 1) end
   redis.call('HSET', STATES, id, state)
-  if not LISTS[state] then
-    redis.call('ZADD', key(state), place, id)
-  else
-    redis.call(place == 'front' and 'LPUSH' or 'RPUSH', key(state), id)
-  end
+  redis.call('ZADD', key(state), place, id)
 end
 
 -- Removes a group from its queue. Returns its state and its score there.
 local function leave(id)
   local state = redis.call('HGET', STATES, id)
   if not state then return nil end
-  if LISTS[state] then
-    redis.call('LREM', key(state), 1, id)
-    return state
-  end
   local score = redis.call('ZSCORE', key(state), id)
   redis.call('ZREM', key(state), id)
+  if state == 'prompts_leased' or state == 'generated_leased' then
+    redis.call('ZREM', key('leases', redis.call('HGET', key('group', id), 'worker')), id)
+  end
   return state, score
 end
 
@@ -70,6 +71,13 @@ local function commit_group(id)
   forget(id)
   mark('committed', id, 1)
   count('committed')
+end
+
+-- The groups of the first version above `above` that is trained, and that version; none if it is above `last`.
+local function next_trained(above, last)
+  local first = redis.call('ZRANGEBYSCORE', key('trained'), above, last, 'WITHSCORES', 'LIMIT', 0, 1)
+  if #first == 0 then return {} end
+  return redis.call('ZRANGEBYSCORE', key('trained'), first[2], first[2]), tonumber(first[2])
 end
 
 local function requeue(id, stage, place)
@@ -99,9 +107,9 @@ local function last_claimed_first(ids)
   return ids
 end
 
--- Returns groups with an expired lease to the front of their queue.
+-- Returns groups with an expired lease to the front of their queue. What a call leaves over is expired all the same.
 local function sweep(stage)
-  local expired = redis.call('ZRANGEBYSCORE', key(stage .. '_leased'), '-inf', NOW_MS)
+  local expired = redis.call('ZRANGEBYSCORE', key(stage .. '_leased'), '-inf', NOW_MS, 'LIMIT', 0, CHUNK)
   for _, id in ipairs(last_claimed_first(expired)) do
     count('leases_expired')
     fail(id, stage, 'infrastructure', 'lease_expired', 'front')
@@ -109,17 +117,8 @@ local function sweep(stage)
   if #expired > 0 then signal(stage) end
 end
 
--- Is this lease the group's current one?
+-- Is this lease the group's current one, and not expired?
 local function holds(id, stage, token)
-  return redis.call('HGET', STATES, id) == stage .. '_leased' and redis.call('HGET', key('group', id), 'token') == token
-end
-
--- Returns all leases of a worker that has restarted. This counts as no failure.
-local function give_back(worker)
-  for _, stage in ipairs({ 'prompts', 'generated' }) do
-    for _, id in ipairs(last_claimed_first(redis.call('ZRANGE', key(stage .. '_leased'), 0, -1))) do
-      if redis.call('HGET', key('group', id), 'worker') == worker then requeue(id, stage, 'front') end
-    end
-    signal(stage)
-  end
+  local expiry = redis.call('ZSCORE', key(stage .. '_leased'), id)
+  return expiry and tonumber(expiry) > NOW_MS and redis.call('HGET', key('group', id), 'token') == token
 end

@@ -24,7 +24,7 @@ end
 -- and claims.
 local function signal(stage)
   local queue, list = key(stage .. '_waiting'), key('signal', stage)
-  local waiting = redis.call(stage == 'scored' and 'ZCARD' or 'LLEN', queue)
+  local waiting = redis.call('ZCARD', queue)
   if waiting == 0 then
     redis.call('DEL', list)
     return

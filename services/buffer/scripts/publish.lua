@@ -1,11 +1,18 @@
 -- ARGV: incarnation, version, then id and generation ('' is not checked) of each sampler that acknowledged it
+-- Publishes the next trained version, and answers 0 while it is below `version`. Several are left only after a
+-- rollback, when no sampler is LIVE. A trainer may die between two calls: the next rollback restores their groups.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local published = number_of(META, 'published_version', -1)
 if tonumber(ARGV[2]) < published then
   return refuse('LedgerError', 'version ' .. ARGV[2] .. ' cannot be published after version ' .. published)
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('trained'), '-inf', ARGV[2])) do limiter.retire(id) end
+local ids, version = next_trained('(' .. published, ARGV[2])
+for _, id in ipairs(ids) do limiter.retire(id) end
+if version and version < tonumber(ARGV[2]) then
+  redis.call('HSET', META, 'published_version', version)
+  return 0
+end
 redis.call('HSET', META, 'published_version', ARGV[2])
 for i = 3, #ARGV, 2 do
   -- A sampler that restarted after its acknowledgement has its first weights again, so it stays JOINING.

@@ -13,6 +13,9 @@ for i = 3, #ARGV do
     return refuse('LedgerError', text .. ': version ' .. version .. ' cannot train it')
   end
 end
+if #fresh > 0 and version <= number_of(META, 'published_version', -1) then
+  return refuse('LedgerError', 'version ' .. version .. ' was published before group ' .. fresh[1] .. ' was recorded')
+end
 if #fresh > 0 and version <= number_of(META, 'recorded_version', -1) then
   return refuse('LedgerError', 'version ' .. version .. ' was recorded before, without group ' .. fresh[1])
 end

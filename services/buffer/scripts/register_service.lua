@@ -1,5 +1,4 @@
 -- ARGV: name, address
 redis.call('HSET', key('services'), ARGV[1], ARGV[2])
 redis.call('HSET', key('beats'), ARGV[1], NOW_MS)
-give_back(ARGV[1])
 return 1

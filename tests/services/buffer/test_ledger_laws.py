@@ -221,8 +221,8 @@ def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile
 # ---- verify ----
 
 _TAMPERINGS = {
-    "stands in no queue": ("LPOP", "prompts_waiting"),
-    "stands in generated_waiting and in prompts_waiting": ("RPUSH", "generated_waiting", "0-3"),
+    "stands in no queue": ("ZPOPMIN", "prompts_waiting"),
+    "stands in prompts_waiting and in generated_waiting": ("ZADD", "generated_waiting", 1, "0-3"),
     "has no payload": ("DEL", "payload:0-3"),
     "has no headers": ("HDEL", "group:0-2", "headers"),
     "has a token": ("HSET", "group:0-3", "token", 1),
@@ -234,6 +234,9 @@ _TAMPERINGS = {
     "outstanding are 2": ("HINCRBY", "counters", "retired", 1),
     "was never admitted": ("SETBIT", "bits:0:admitted", 3, 0),
     "is also committed": ("SETBIT", "bits:0:committed", 3, 1),
+    "version 2 is committed, and group 0-1 of it or before is not": ("HSET", "meta", "committed_version", 2),
+    "group 0-7 (over) stands in scored_waiting": ("ZADD", "scored_waiting", 1, "0-7"),
+    "group 0-7 (over) is still outstanding": ("SADD", "outstanding", "0-7"),
     "3 groups stand in queues, 2 have a state": ("HDEL", "states", "0-3"),
 }
 

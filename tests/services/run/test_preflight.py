@@ -260,11 +260,13 @@ def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.Mon
 
 def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
     facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
-    plain = estimates.disk_need_bytes(recipe_of(values), facts)
+    length = {"total_batches": 40}
+    plain = estimates.disk_need_bytes(recipe_of(values, run=length, trainer={"checkpoint_every": 1000}), facts)
     assert plain >= 16e9, "one checkpoint with its optimizer, and the final export"
-    kept = recipe_of(values, trainer={"checkpoint_every": 1, "keep_checkpoints": 2})
-    assert estimates.disk_need_bytes(kept, facts) >= plain + 24e9
-    assert estimates.disk_need_bytes(recipe_of(values, trainer={"export_every": 1}), facts) >= plain + 12e9
+    kept = recipe_of(values, run=length, trainer={"keep_checkpoints": 2})
+    assert estimates.disk_need_bytes(kept, facts) >= plain + 24e9, "also by default"
+    exported = recipe_of(values, run=length, trainer={"checkpoint_every": 1000, "export_every": 1})
+    assert estimates.disk_need_bytes(exported, facts) >= plain + 12e9
 
 
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from tandem.protos.errors import ConfigError, DeadlineError, FencedError, Ledger
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.trainer import prefetch
+from tandem.services.trainer import prefetch, recovery
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.rank_zero import RankZero
-from tandem.services.trainer.recovery import check_world_size, find_resume_point, trainer_lock
-from tandem.trainer.batch.record import record_folder, recorded_versions, write_record
+from tandem.services.trainer.recovery import check_world_size, find_resume_point, take_over, trainer_lock
+from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads
@@ -260,6 +260,32 @@ def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
     shutil.rmtree(record_folder(tmp_path, 2))
     with pytest.raises(LedgerError, match="000002 is missing"):
         find_resume_point(tmp_path)
+
+
+def test_a_start_reads_only_the_plans_of_batches_that_redis_has_not_committed(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds version 4; Redis has committed it, or has lost that, or has lost everything."""
+    for version in range(1, 7):
+        batch, groups = make_batch([make_group(version)], policy_version=version)
+        write_record(tmp_path, batch, make_payloads(groups.values()))
+    monkeypatch.setattr(recovery, "latest_checkpoint", lambda _folder: (4, tmp_path))
+    read: list[int] = []
+    monkeypatch.setattr(recovery, "read_plan", lambda *of: read.append(of[1]) or read_plan(*of))
+    buffer = make_run(redis_url, make_recipe(tmp_path))
+    for committed, expected in ((0, [1, 2, 3, 4, 5, 6]), (4, [5, 6]), (3, [4, 5, 6]), (9, [5, 6])):
+        buffer.connection.redis.hset(buffer.connection.key("meta"), "committed_version", committed)
+        read.clear()
+        take_over(buffer, tmp_path)
+        assert read == expected
+        counts = buffer.counts()
+        assert (counts["committed"], counts["trained"], buffer.committed_version()) == (4, 2, 4)
+        assert buffer.verify() == []
+    shutil.rmtree(record_folder(tmp_path, 3))
+    take_over(buffer, tmp_path)
+    buffer.connection.redis.hset(buffer.connection.key("meta"), "committed_version", 1)
+    with pytest.raises(LedgerError, match=r"has committed version 1 .* holds version 4, but .*000003 is missing"):
+        take_over(buffer, tmp_path)
 
 
 def test_a_batch_planned_for_more_ranks_is_refused() -> None:
