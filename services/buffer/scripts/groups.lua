@@ -1,5 +1,7 @@
 -- Groups: their queues, their end (committed, dropped), and leases that run out.
 
+local SILENT_MS = 10000 -- since the last heartbeat: ALIVE_SECONDS in types.py
+local MOST_HOLDERS = 16
 local CHUNK = 256 -- groups that one call moves at most, where their number may be large; each takes some 20 µs
 local LIVE = {
   'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased', 'scored_waiting', 'scored_claimed',
@@ -89,7 +91,7 @@ end
 -- A failure of a leased group: requeued until its budget for that kind is spent, then dropped with the reason.
 local function fail(id, stage, kind, reason, place, detail)
   local failures = redis.call('HINCRBY', key('group', id), 'failures:' .. kind, 1)
-  if failures > number_of(META, 'failure_budget:' .. kind, 0) then
+  if failures > number_of(META, 'failure_budget:' .. kind, MOST_HOLDERS) then
     drop(id, reason)
     redis.call('HINCRBY', META, 'consecutive_drops', 1)
     redis.call('HSETNX', key('drop_errors'), reason, detail or '')
@@ -97,6 +99,18 @@ local function fail(id, stage, kind, reason, place, detail)
   end
   requeue(id, stage, place)
   return 'requeued'
+end
+
+-- A lease that ended with its holder costs no budget: at most one of the groups that it held is at fault. A group that
+-- ends all its holders is dropped by a bound of its own; before that it stands at the back, so that others get on.
+local function lose_holder(id, stage)
+  local place = redis.call('HEXISTS', key('group', id), 'failures:holder') == 1 and 'back' or 'front'
+  fail(id, stage, 'holder', 'holders_lost', place, (MOST_HOLDERS + 1) .. ' services ended while they held the group')
+end
+
+local function is_silent(worker)
+  local beat = redis.call('HGET', key('beats'), worker)
+  return beat and NOW_MS - beat > SILENT_MS
 end
 
 -- Leases in the order in which they return to the front: the last claimed first, so that the first claimed is in front.
@@ -107,12 +121,16 @@ local function last_claimed_first(ids)
   return ids
 end
 
--- Returns groups with an expired lease to the front of their queue. What a call leaves over is expired all the same.
+-- Returns groups with an expired lease to their queue. What a call leaves over is expired all the same.
 local function sweep(stage)
   local expired = redis.call('ZRANGEBYSCORE', key(stage .. '_leased'), '-inf', NOW_MS, 'LIMIT', 0, CHUNK)
   for _, id in ipairs(last_claimed_first(expired)) do
     count('leases_expired')
-    fail(id, stage, 'infrastructure', 'lease_expired', 'front')
+    if is_silent(redis.call('HGET', key('group', id), 'worker')) then
+      lose_holder(id, stage)
+    else
+      fail(id, stage, 'infrastructure', 'lease_expired', 'front')
+    end
   end
   if #expired > 0 then signal(stage) end
 end
