@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, cast
 
@@ -45,13 +46,29 @@ _MAX_REASON = 64
 class Buffer:
     """One run's buffer. Thread-safe, except that one thread at a time calls `claim_scored`.
 
-    If Redis is unreachable, every method waits up to `connection.OUTAGE_SECONDS` and then raises UnavailableError. A
-    full Redis raises EnvironmentLackError. Methods that take the trainer's incarnation raise FencedError once a later
-    trainer has started; they may be called again without effect. Data is never trimmed or evicted.
+    If Redis is unreachable, every method waits for `outage_seconds` and then raises UnavailableError; see `Connection`
+    for the default and for `stop`. A full Redis raises EnvironmentLackError. Methods that take the trainer's
+    incarnation raise FencedError once a later trainer has started; they may be called again without effect. Data is
+    never trimmed or evicted.
     """
 
-    def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
-        self.connection = Connection(redis_url, run_id, RUNS, connect_timeout_seconds=connect_timeout_seconds)
+    def __init__(
+        self,
+        redis_url: str,
+        run_id: str,
+        *,
+        connect_timeout_seconds: float = 5.0,
+        outage_seconds: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.connection = Connection(
+            redis_url,
+            run_id,
+            RUNS,
+            connect_timeout_seconds=connect_timeout_seconds,
+            outage_seconds=outage_seconds,
+            stop=stop,
+        )
         self.run_id = run_id
         self.place = self.connection.place
         self._scored_request = new_request()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import ssl
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,14 +22,21 @@ from redis.retry import Retry
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, TandemError, UnavailableError, error_class
 
+log = logging.getLogger(__name__)
+
 OUTAGE_SECONDS = 10.0
-"""How long a verb waits for an unreachable Redis, which may be restarting and loading its append-only file."""
+"""How long a command waits for an unreachable Redis. The services of a run wait for `run.redis_outage_seconds`."""
 OLDEST_REDIS = (6, 2)
 
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 1.0  # an expired lease sends no signal
+_STOPPING_SECONDS = 2.0  # a service that is told to stop is killed some seconds later
+_TOLD_AFTER_SECONDS = 1.0  # an embedded Redis that died is restarted sooner
+# A Redis that is loading its data, runs a long script, or fails over to a replica. Redis 6.2 quotes a command's refusal
+# within that of its script: "ERR Error running script …: -READONLY …".
+_PASSING = re.compile(r"(?:^|-)(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|NOREPLICAS|READONLY|TRYAGAIN|UNBLOCKED) ")
 # Of a command in a script: Redis 7 and 6.2.
 _NO_PERMISSION = (
     "ACL failure in script",
@@ -80,8 +90,25 @@ class Connection:
     server answers there, EnvironmentLackError if it refuses the connection or is too old.
     """
 
-    def __init__(self, redis_url: str, name: str, space: KeySpace, *, connect_timeout_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        name: str,
+        space: KeySpace,
+        *,
+        connect_timeout_seconds: float = 5.0,
+        outage_seconds: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`outage_seconds`: how long to wait for an unreachable Redis, now and later, saying so in the log. Default:
+        `connect_timeout_seconds` now, `OUTAGE_SECONDS` later. Once `stop` is set, no call waits for long.
+        """
         assert name and not set(name) & set("{}"), "the name is part of a hash tag"
+        self._outage_seconds = outage_seconds
+        self._stop = stop or threading.Event()
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        """Monotonic time since when Redis has been away, once the log says so."""
         self.name = name
         self.place = _without_secrets(redis_url)
         self.prefix = f"{space.prefix}:{{{name}}}:"
@@ -102,7 +129,8 @@ class Connection:
             ) from None
         self._check_files()
         self._scripts: dict[str, Script] = {}
-        version = str(self.server_info("server", connect_timeout_seconds)["redis_version"])
+        patience = connect_timeout_seconds if outage_seconds is None else outage_seconds
+        version = str(self.server_info("server", patience)["redis_version"])
         if redis_version(version) < OLDEST_REDIS:
             raise EnvironmentLackError(f"Redis at {self.place} is version {version}; Tandem needs 6.2 or later")
 
@@ -137,24 +165,31 @@ class Connection:
 
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
-        deadline = time.monotonic() + (OUTAGE_SECONDS if outage_seconds is None else outage_seconds)
+        patience = next(one for one in (outage_seconds, self._outage_seconds, OUTAGE_SECONDS) if one is not None)
+        began = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return call()
+                answer = call()
             except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
                 raise EnvironmentLackError(f"Redis at {self.place} refuses this user: {error}") from None
-            except (redis.ConnectionError, redis.TimeoutError) as error:  # BusyLoadingError is one of these
-                if fault := _tls_fault(error):
-                    raise EnvironmentLackError(f"Redis at {self.place}: {fault}") from None
-                if time.monotonic() + pause > deadline:
-                    told = f"Redis at {self.place} cannot be reached: {_one_line(error)}"
-                    raise UnavailableError(f"{told}; start it, or name another one") from None
             except redis.InvalidResponse as error:
                 told = f"what answers at {self.place} is no Redis: {_one_line(error)}"
                 raise EnvironmentLackError(f"{told}; name another one, or start one there") from None
+            except (redis.ConnectionError, redis.TimeoutError) as error:  # BusyLoadingError is one of these
+                if fault := _tls_fault(error):
+                    raise EnvironmentLackError(f"Redis at {self.place}: {fault}") from None
+                fault, remedy = f"cannot be reached: {_one_line(error)}", "start it"
             except redis.ResponseError as error:
-                raise self._refusal(error) from error
+                fault, remedy = self._passing_refusal(error), "mend it"
+            else:
+                self._note_answer()
+                return answer
+            if self._stop.is_set():
+                patience = min(patience, _STOPPING_SECONDS)
+            if time.monotonic() + pause > began + patience:
+                raise UnavailableError(f"Redis at {self.place} {fault}; {remedy}, or name another one")
+            self._note_outage(began, fault)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -181,6 +216,30 @@ class Connection:
             if file and not Path(file).is_file():
                 raise ConfigError(f"Redis at {self.place}: {name}={file} in its URL is no file")
 
+    def _note_outage(self, began: float, fault: str) -> None:
+        """Says once in an outage, in the log of a service, that its calls wait."""
+        if self._outage_seconds is None or time.monotonic() < began + _TOLD_AFTER_SECONDS:
+            return
+        with self._lock:
+            if self._away_since is None:
+                self._away_since = began
+                log.warning("Redis at %s %s; waits for it up to %g s", self.place, fault, self._outage_seconds)
+
+    def _note_answer(self) -> None:
+        if self._away_since is None:
+            return
+        with self._lock:
+            since, self._away_since = self._away_since, None
+        if since is not None:
+            log.info("Redis at %s answers again after %.0f s", self.place, time.monotonic() - since)
+
+    def _passing_refusal(self, error: redis.ResponseError) -> str:
+        """What Redis says if it refuses for a while, as in an outage. Raises the error of any other refusal."""
+        text = f"{error.status_code or ''} {_one_line(error)}".lstrip()  # redis-py takes away the codes that it knows
+        if error_class(text.partition(" ")[0]) is not TandemError or not _PASSING.search(text):
+            raise self._refusal(error) from error
+        return f"refuses for now: {text.rstrip('.')}"
+
     def _refusal(self, error: redis.ResponseError) -> Exception:
         text = _one_line(error)
         name, _, rest = text.partition(" ")
@@ -192,7 +251,7 @@ class Connection:
         if isinstance(error, redis.exceptions.NoPermissionError) or any(words in text for words in _NO_PERMISSION):
             remedy = "give it those of deploy/redis/users.acl, or name another user"
             return EnvironmentLackError(f"Redis at {self.place}: this user lacks rights ({text}); {remedy}")
-        if isinstance(error, redis.ReadOnlyError) or "MISCONF" in text:
+        if "MISCONF" in text:
             return EnvironmentLackError(f"Redis at {self.place} accepts no writes: {text}")
         return error  # a bug in a script: it keeps its traceback
 

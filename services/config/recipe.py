@@ -44,6 +44,10 @@ class RunConfig(Options):
     """
     redis_url: str = ""
     """`redis://…` or `unix://…`; default: `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
+    redis_outage_seconds: Annotated[float, Field(ge=0.0)] = 300.0
+    """How long the services wait for a Redis that does not answer, loads its data or fails over; then the run ends.
+    Several trainer ranks wait no longer than trainer.collective_timeout_seconds.
+    """
     host: str = "127.0.0.1"
     """Address on which the services listen. `auto`: the address from which the service's machine reaches Redis."""
     control_port: Annotated[int, Field(ge=0, le=65535)] = 0

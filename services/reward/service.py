@@ -43,7 +43,7 @@ from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer
-from tandem.services.run.endpoint import service_endpoint
+from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.run.replica import replica_name
 from tandem.services.service_info import ServiceInfo
 
@@ -232,7 +232,7 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     name = replica_name("reward", replica)
     configure_logging("reward", run=recipe.run.run_id, replica=replica or None)
     stop = stop_event()
-    buffer = Buffer(redis_url, recipe.run.run_id)
+    buffer = run_buffer(recipe, redis_url, stop)
     with ExitStack() as stack:
         core = stack.enter_context(closing(ScoringCore(recipe.reward)))
         store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id))))

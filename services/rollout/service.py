@@ -33,7 +33,7 @@ from tandem.services.metrics.tracing import Attributes, flush_spans, group_span
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServicer
 from tandem.services.rpc.server import start_server
-from tandem.services.run.endpoint import metrics_endpoint, server_security
+from tandem.services.run.endpoint import metrics_endpoint, run_buffer, server_security
 from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         with starting():
             engine = await find_engine(config.engine).start(arguments)
         stack.callback(engine.close)
-        buffer = Buffer(redis_url, recipe.run.run_id)
+        buffer = run_buffer(recipe, redis_url, stop)
         name = f"rollout-{replica}"
         info = ServiceInfo(
             name,

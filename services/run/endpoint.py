@@ -39,6 +39,11 @@ def check_network(recipe: Recipe) -> None:
     calling_credentials(recipe)
 
 
+def run_buffer(recipe: Recipe, redis_url: str, stop: threading.Event) -> Buffer:
+    """The buffer of the run for one of its services, which waits for an outage of Redis until it is told to stop."""
+    return Buffer(redis_url, recipe.run.run_id, outage_seconds=recipe.run.redis_outage_seconds, stop=stop)
+
+
 def server_security(recipe: Recipe, buffer: Buffer) -> Security:
     """What every server of the run demands of its callers. Raises ConfigError as `check_network`."""
     return {

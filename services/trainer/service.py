@@ -25,6 +25,7 @@ from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
+from tandem.services.run.endpoint import run_buffer
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
 from tandem.services.trainer.batch_source import groups_of_rank, read_groups
@@ -60,7 +61,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)
     with ExitStack() as stack:
         stack.callback(learner.close)
-        buffer = Buffer(redis_url, recipe.run.run_id)
+        buffer = run_buffer(recipe, redis_url, stop)
         stack.callback(buffer.close)
         orders = Orders(buffer.connection)
         rank_zero = None
