@@ -16,6 +16,9 @@ from tandem.services.process import in_thread
 from tandem.services.run.folder import disk_full
 
 POLL_SECONDS = 0.1
+REDIS_AWAY_SECONDS = 5.0
+"""Redis is asked every second; after this time without an answer it counts as away."""
+_OUTAGE_DELAY_SECONDS = 5.0  # before what died meanwhile is restarted
 SIGKILL_AFTER_SECONDS = 6.0
 """A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
 
@@ -51,8 +54,10 @@ class ProcessGroup:
         self.children: list[Child] = []
         self.on_poll: list[Callable[[], None]] = []
         """Called at every poll, e.g. to restart Redis. An exception ends the run."""
-        self.last_version: Callable[[], int] = lambda: 0
-        """The last trained version. Progress resets the count of failures in a row."""
+        self.progress: Callable[[str], int] = lambda name: 0
+        """How far a child's own work has come, over all its lives. Progress resets the count of failures in a row."""
+        self.redis_silence: Callable[[], float] = lambda: 0.0
+        """Seconds since Redis last answered. Nobody's deaths count while it is away."""
         self.last_heartbeat: Callable[[str], float] = lambda name: time.monotonic()
         """Monotonic time of a child's last heartbeat. The first one after its start makes it `running`."""
         self.report = report
@@ -183,8 +188,12 @@ class ProcessGroup:
         return self._end_of(child, USER_ERROR)
 
     def _end_of(self, child: Child, outcome: int) -> int | None:
-        """The run's exit code after a child has failed for good. None: it joined late, and the run goes on without."""
-        if not child.joined_late:
+        """The run's exit code after a child has failed for good. None: the run goes on without it, because it joined
+        late, or died too often while other replicas work.
+        """
+        others = (one for one in self.children if one is not child and one.service == SCALED_SERVICE)
+        replaceable = child.service == SCALED_SERVICE and any(one.state == "running" for one in others)
+        if not child.joined_late and not (replaceable and outcome == FAILED):
             return outcome
         self.report(f"the run goes on without {child.name}")
         self._replicas = [spec for spec in self._replicas if spec.name != child.name]
@@ -207,7 +216,9 @@ class ProcessGroup:
         return f"{text}{child.spec.log_file} names the cause" + (f": {cause}" if cause else "")
 
     def _restart(self, child: Child, code: int) -> int | None:
-        delay = child.policy.delay(time.monotonic() - child.started_at, self.last_version())
+        delay: float | None = _OUTAGE_DELAY_SECONDS
+        if self.redis_silence() < REDIS_AWAY_SECONDS:
+            delay = child.policy.delay(time.monotonic() - child.started_at, self.progress(child.name))
         if delay is None:
             often = f"for the {child.policy.deaths}th time in a row without progress"
             self.report(f"{child.name} died ({describe_exit(code)}) {often}; giving up")

@@ -14,7 +14,7 @@ from typing import Literal
 from rich.console import Console
 
 from tandem.protos.child_environment import HUB_TOKENS
-from tandem.protos.errors import TandemError
+from tandem.protos.errors import TandemError, UnavailableError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import print_line
@@ -29,6 +29,7 @@ from tandem.services.launchers.process_group import (
     FINISHED,
     INCOMPLETE,
     INTERRUPTED,
+    REDIS_AWAY_SECONDS,
     SERVICE_ORDER,
     ProcessGroup,
 )
@@ -83,7 +84,9 @@ def run_recipe(
         stack.enter_context(processes.signals())
         redis_url = external_redis_url(recipe)
         if not redis_url:
-            redis = stack.enter_context(RedisChild(recipe.folder, report=processes.report))
+            redis = stack.enter_context(
+                RedisChild(recipe.folder, report=processes.report, progress=lambda: processes.progress("redis"))
+            )
             redis_url = redis.url
             processes.on_poll.append(redis.restart_if_dead)
         machines.check_shared(recipe, redis_url)
@@ -95,7 +98,8 @@ def run_recipe(
         lease.renew()  # what an earlier run without a batch has left in Redis is gone, and the lease with it
         watch = stack.enter_context(RunWatch(recipe, buffer))
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
-        processes.last_version = lambda: watch.last_version
+        processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence
+        processes.on_poll.append(OutageReport(recipe, buffer.place, processes).check)
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
@@ -113,6 +117,29 @@ def run_recipe(
                 watch.ask_redis()
                 _report_warnings(watch, processes)
         return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
+
+
+class OutageReport:
+    """Says when Redis does not answer and when it does again. Ends the run when the services no longer wait for it."""
+
+    def __init__(self, recipe: Recipe, place: str, processes: ProcessGroup) -> None:
+        self._longest_seconds = recipe.run.redis_outage_seconds
+        self._remedy = f"once it answers, go on with: {resume_command(recipe.folder)}"
+        self._place = place
+        self._processes = processes
+        self._is_away = False
+
+    def check(self) -> None:
+        """Raises UnavailableError once Redis has been away for longer than `run.redis_outage_seconds`."""
+        was_away, silence = self._is_away, self._processes.redis_silence()
+        self._is_away = silence >= REDIS_AWAY_SECONDS
+        if silence > self._longest_seconds + REDIS_AWAY_SECONDS:
+            raise UnavailableError(f"Redis at {self._place} has not answered for {silence:.0f} s; {self._remedy}")
+        if self._is_away and not was_away:
+            waits = f"the services wait for it up to {self._longest_seconds:g} s (run.redis_outage_seconds)"
+            self._processes.report(f"Redis at {self._place} does not answer; {waits}")
+        elif was_away and not self._is_away:
+            self._processes.report(f"Redis at {self._place} answers again")
 
 
 def _report(recipe: Recipe, console: Console, line: str) -> None:

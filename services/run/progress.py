@@ -132,8 +132,20 @@ class RunWatch(Repeated):
         self.snapshot = ProgressSnapshot(total=self._total)
         self.last_version = 0
         """The highest trained version so far."""
+        self._own_progress: dict[str, tuple[int, int]] = {}
+        """By name: groups completed over all lives, and those of the present one."""
+        self._answered_at = time.monotonic()
         self.last_heartbeats: Mapping[str, float] = {}
         """Monotonic time of the last heartbeat of every service and sampler."""
+
+    @property
+    def redis_silence(self) -> float:
+        """Seconds since Redis last answered."""
+        return time.monotonic() - self._answered_at
+
+    def progress_of(self, name: str) -> int:
+        """The groups that a service has completed over all its lives; the last version where it counts none."""
+        return self._own_progress[name][0] if name in self._own_progress else self.last_version
 
     def take_steps(self) -> list[Line]:
         """The lines written to metrics.jsonl since the last call."""
@@ -182,12 +194,18 @@ class RunWatch(Repeated):
     def ask_redis(self) -> None:
         """Fetches the ledger's counts, the errors of dropped groups, and the last heartbeats."""
         try:
-            self._counts, silences = self._buffer.counts(), self._buffer.silences()
+            self._counts, silences, figures = self._buffer.counts(), self._buffer.silences(), self._buffer.figures()
             if self._counts.get("dropped"):
                 self._drop_errors = self._buffer.drop_errors()
         except TandemError:  # Redis is restarting; keep the previous figures
             return
-        now = time.monotonic()
+        self._answered_at = now = time.monotonic()
+        for name, of_service in figures.items():
+            if "groups_completed" in of_service:
+                completed = int(of_service["groups_completed"])
+                total, before = self._own_progress.get(name, (0, 0))
+                grown = completed - before if completed >= before else completed  # of a new life
+                self._own_progress[name] = (total + grown, completed)
         self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
 
     def _look(self) -> None:

@@ -37,12 +37,18 @@ class RestartPolicy:
 
 
 class RedisChild(AbstractContextManager["RedisChild"]):
-    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies."""
+    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies.
 
-    def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
+    `progress` grows as its users advance, as in `RestartPolicy.delay`.
+    """
+
+    def __init__(self, folder: Path, *, report: Callable[[str], None], progress: Callable[[], int] = lambda: 0) -> None:
         self._folder = folder
         self._report = report
+        self._progress = progress
         self._policy = RestartPolicy()
+        self._restart_at: float | None = None
+        """Monotonic time at which a dead server is started again."""
         self._start()
 
     @property
@@ -53,20 +59,31 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._server.stop(REDIS_STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts a dead server. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death."""
+        """Restarts a dead server, at a later call after its delay. Raises EnvironmentLackError on a full disk,
+        UnavailableError at the fifth death in a row.
+        """
         if self._server.alive:
             return
-        if disk_full(self._folder):
-            remedy = "free space there, then start again (a run with --resume)"
-            raise EnvironmentLackError(f"Redis ended: the disk of {self._folder} is full; {remedy}")
-        delay = self._policy.delay(time.monotonic() - self._started_at, 0)
-        if delay is None:
-            raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")
-        self._report("Redis died; restarting it from its append-only file")
+        if self._restart_at is None:
+            self._restart_at = time.monotonic() + self._delay()
+        if time.monotonic() < self._restart_at:
+            return
+        self._restart_at = None
         url = self.url
         self._server.stop()
         self._start()
         assert self.url == url, "the services know Redis by its first address"
+
+    def _delay(self) -> float:
+        if disk_full(self._folder):
+            remedy = "free space there, then start again (a run with --resume)"
+            raise EnvironmentLackError(f"Redis ended: the disk of {self._folder} is full; {remedy}")
+        delay = self._policy.delay(time.monotonic() - self._started_at, self._progress())
+        if delay is None:
+            often = f"Redis died {self._policy.deaths} times in a row without progress"
+            raise UnavailableError(f"{often}; see {self._folder / 'logs' / 'redis.log'}")
+        self._report(f"Redis died; restarting it from its append-only file in {delay:g} s")
+        return delay
 
     def _start(self) -> None:
         self._server = start_redis(self._folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -51,10 +52,29 @@ def test_a_run_survives_kills_of_every_service_and_every_group_trains_once(tmp_p
     for moment, service in ((2, "feed"), (3, "reward"), (4, "rollout"), (6, "trainer")):
         run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
         service_process(supervisor, service).kill()
+    run.wait_for(lambda: len(run.metrics()) >= 8 and said(run).count("restarting it") == 4, supervisor)
+    hang(run, supervisor, "redis-server", lambda: "does not answer; the services wait" in said(run))
+    run.wait_for(lambda: "answers again" in said(run), supervisor)
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_finished(run)
     assert any(line.get("replayed") for line in run.metrics()), "batches after the checkpoint were trained again"
+
+
+def said(run: WholeRun) -> str:
+    return (run.scratch / "run.out").read_text()
+
+
+def hang(run: WholeRun, supervisor: subprocess.Popen[str], name: str, until: Callable[[], bool]) -> None:
+    """Stops the processes of that name below the supervisor until the condition is true."""
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    stopped = [process for process in below if name in " ".join(process.cmdline())]
+    assert stopped
+    for process in stopped:
+        process.suspend()
+    run.wait_for(until, supervisor)
+    for process in stopped:
+        process.resume()
 
 
 @pytest.mark.timeout(400)

@@ -21,7 +21,6 @@ from tandem.services.launchers import process_group
 from tandem.services.launchers.children import PROCESS_MARK_VARIABLE, ChildSpec, kill_marked
 from tandem.services.launchers.process_group import FAILED, FINISHED, INTERRUPTED, USER_ERROR, ProcessGroup
 from tandem.services.run import redis_child
-from tandem.services.run.redis_child import RestartPolicy
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended, run_python
 from tests.support.waiting import eventually
@@ -380,16 +379,3 @@ def test_a_child_whose_parent_died_before_die_with_parent_ends_at_once() -> None
     orphan = f"from tandem.services.process import die_with_parent; die_with_parent({os.getpid() + 1}); print('alive')"
     done = run_python("-c", orphan)
     assert done.returncode != 0 and "alive" not in done.stdout
-
-
-def test_restart_delays_double_and_end_at_the_fifth_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_child, "FIRST_DELAY_SECONDS", 0.5)
-    policy = RestartPolicy()
-    assert [policy.delay(1.0, 0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
-
-
-def test_progress_or_a_long_life_resets_the_count() -> None:
-    steady, advancing = RestartPolicy(), RestartPolicy()
-    for step in range(20):
-        assert advancing.delay(1.0, step) is not None, "a run that gets on is worth any number of restarts"
-        assert steady.delay(redis_child.STEADY_SECONDS, 0) is not None

@@ -61,6 +61,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.silent = 0.5
+        self.completed = 0
         self.reachable = True
         self.dropped: dict[str, int] = {}
         self.errors: dict[str, str] = {}
@@ -73,6 +74,9 @@ class StandIn:
 
     def drop_errors(self) -> dict[str, str]:
         return self.errors
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        return {"feed": {"groups_admitted": 9.0}, "rollout-0": {"groups_completed": float(self.completed)}}
 
     def silences(self) -> dict[str, float]:
         return {"feed": 0.5, "rollout-0": self.silent, "controller": 999.0}
@@ -150,6 +154,32 @@ def test_a_watch_names_silent_services_and_survives_a_redis_outage(tmp_path: Pat
     buffer.reachable = False
     watch.ask_redis()
     assert watch.sample().groups["prompts_waiting"] == 3, "the figures of before stay"
+
+
+def test_a_watch_adds_up_what_a_sampler_completes_over_its_lives(tmp_path: Path) -> None:
+    buffer = StandIn()
+    watch = watch_of(tmp_path, buffer)
+    found = []
+    for completed in (0, 3, 3, 0, 0, 2):  # it died after three groups, and its figures stayed until it lived again
+        buffer.completed = completed
+        watch.ask_redis()
+        found.append(watch.progress_of("rollout-0"))
+    assert found == [0, 3, 3, 3, 3, 5]
+    watch.last_version = 7
+    assert watch.progress_of("feed") == watch.progress_of("redis") == 7, "they count no groups"
+
+
+def test_a_watch_knows_for_how_long_redis_has_been_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("tandem.services.run.progress.time.monotonic", lambda: now)
+    buffer = StandIn()
+    watch = watch_of(tmp_path, buffer)
+    now, buffer.reachable = 130.0, False
+    watch.ask_redis()
+    assert watch.redis_silence == 30.0
+    buffer.reachable = True
+    watch.ask_redis()
+    assert watch.redis_silence == 0.0
 
 
 def test_progress_is_a_table_on_a_terminal_and_lines_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
