@@ -10,13 +10,14 @@ from contextlib import closing
 
 import psutil
 
-from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
+from tandem.services.run.endpoint import run_buffer
 from tandem.services.trainer.nodes import Node
 from tandem.services.trainer.ranks import LocalRanks, run_local_ranks
+from tandem.services.trainer.recovery import check_no_trainer_works
 
 
 def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
@@ -24,6 +25,8 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
 
     `recipe_arguments` are passed on to the ranks: the recipe's file and overrides.
     """
+    if "RANK" not in os.environ and recipe.trainer.num_nodes == 1:  # another machine may hold the lock for all
+        check_no_trainer_works(recipe, redis_url)
     if "RANK" not in os.environ and recipe.trainer.num_ranks * recipe.trainer.num_nodes > 1:
         os.environ.update(
             TANDEM_REDIS_URL=redis_url,
@@ -60,7 +63,7 @@ def run_node(command: Sequence[str], recipe: Recipe, redis_url: str) -> int:
         )
 
     stop = stop_event()
-    with closing(Buffer(redis_url, run_id)) as buffer:
+    with closing(run_buffer(recipe, redis_url, stop)) as buffer:
         return Node(buffer.connection, num_nodes, start_ranks).run(stop)
 
 

@@ -37,7 +37,7 @@ from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.services.trainer.recovery import take_over, trainer_lock
+from tandem.services.trainer.recovery import STOPPING, take_over, trainer_lock
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import write_advantages
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
@@ -106,7 +106,7 @@ class RankZero:
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
-        info = ServiceInfo("trainer", self._figures, lambda: self._activity, buffer, lambda: self._version)
+        info = ServiceInfo("trainer", self._figures, self._doing_now, buffer, lambda: self._version)
         more: Sources = {"batch": lambda: self._metrics.last, "evaluation": lambda: self._metrics.last_evaluation}
         self._stack.enter_context(service_endpoint(info, recipe, stop, port=recipe.trainer.port, more=more))
         self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
@@ -228,6 +228,9 @@ class RankZero:
         self._activity = activity
         yield
         self._activity = "trains"
+
+    def _doing_now(self) -> str:
+        return STOPPING if self._stop.is_set() else self._activity
 
     @property
     def _is_publishing(self) -> bool:

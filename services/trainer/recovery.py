@@ -7,20 +7,29 @@ become claimable again.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
+from tandem.protos.errors import ConfigError, DeadlineError, LedgerError, RunExistsError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
 from tandem.services.process import lock_file
 from tandem.trainer.batch.record import read_plan, recorded_versions
 from tandem.trainer.checkpoints.state import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
+LOCK_FILE = "trainer.lock"
+STOPPING = "stops"
+"""What a trainer that was told to stop reports as its activity."""
 _LOCK_SECONDS = 30.0
+_HEARTBEAT_WAIT_SECONDS = 3.0  # one is sent each second
+_HEARTBEAT_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,24 @@ def check_world_size(batch: TrainBatch, world_size: int) -> None:
         )
 
 
+def check_no_trainer_works(recipe: Recipe, redis_url: str) -> None:
+    """Raises RunExistsError if the trainer that holds the lock of the run folder sends heartbeats and does not stop.
+
+    This is known before a model is loaded. For one that is silent or stops, `trainer_lock` waits.
+    """
+    file, asked_at = recipe.folder / LOCK_FILE, time.monotonic()
+    if not file.exists():
+        return
+    with file.open("a") as lock, closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
+        while not lock_file(lock, _HEARTBEAT_POLL_SECONDS) and time.monotonic() < asked_at + _HEARTBEAT_WAIT_SECONDS:
+            silence = buffer.silences().get("trainer", math.inf)
+            if silence < time.monotonic() - asked_at and buffer.activities().get("trainer") != STOPPING:
+                raise RunExistsError(
+                    f"run folder {recipe.folder}: a trainer works in it; stop that one first, or choose another "
+                    "run.folder"
+                )
+
+
 def trainer_lock(folder: Path) -> IO[str]:
     """A file lock that ensures one trainer per run folder. It ends when the file is closed or the process ends.
 
@@ -90,7 +117,7 @@ def trainer_lock(folder: Path) -> IO[str]:
     writing a record. Raises DeadlineError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "trainer.lock").open("w")
+    file = (folder / LOCK_FILE).open("w")
     if lock_file(file, _LOCK_SECONDS):
         return file
     file.close()

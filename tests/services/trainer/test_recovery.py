@@ -5,20 +5,28 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.protos.errors import ConfigError, DeadlineError, FencedError, LedgerError
+from tandem.protos.errors import ConfigError, DeadlineError, FencedError, LedgerError, RunExistsError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.process import Repeated
 from tandem.services.trainer import prefetch, recovery
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.rank_zero import RankZero
-from tandem.services.trainer.recovery import check_world_size, find_resume_point, take_over, trainer_lock
+from tandem.services.trainer.recovery import (
+    check_no_trainer_works,
+    check_world_size,
+    find_resume_point,
+    take_over,
+    trainer_lock,
+)
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
@@ -293,6 +301,29 @@ def test_a_batch_planned_for_more_ranks_is_refused() -> None:
     check_world_size(batch, 2)
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2"):
         check_world_size(batch, 1)
+
+
+def test_a_second_trainer_is_refused_at_once_beside_one_that_works_but_not_beside_one_that_ends(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_HEARTBEAT_WAIT_SECONDS", 0.5)
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    check_no_trainer_works(recipe, redis_url)  # no trainer was here
+    activity = "trains"
+    with trainer_lock(recipe.folder):
+        check_no_trainer_works(recipe, redis_url)  # its heartbeat is silent: `trainer_lock` waits for it
+        with Repeated("heartbeat", 0.02, lambda: assert_(buffer.heartbeat("trainer", {}, activity) == "")):
+            with pytest.raises(RunExistsError, match="a trainer works in it; stop that one first"):
+                check_no_trainer_works(recipe, redis_url)
+            activity = recovery.STOPPING
+            time.sleep(0.1)
+            check_no_trainer_works(recipe, redis_url)
+    check_no_trainer_works(recipe, redis_url)
+
+
+def assert_(condition: bool) -> None:
+    assert condition
 
 
 def test_a_folder_has_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
