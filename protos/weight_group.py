@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ _PART_BYTES = 2 << 20
 """Size of what a rank of a chain passes on at once; of 0.25 to 128 MiB, 2 to 4 MiB were fastest."""
 _ANY_PORT = 9
 _SECRET = "secret"
+_INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 """Key in the store of a group, with which its members recognise one another."""
 
 
@@ -294,6 +295,19 @@ class WeightGroup:
                 raise WeightTransferError(f"a stranger connected to weight group {group} in place of rank {peer}")
         for work in sending:
             work.wait(timeout)
+
+    def interrupt(self) -> None:
+        """From another thread: ends a broadcast over gloo under way, which then raises WeightTransferError."""
+        group = self._group
+        if group is None or self.address.backend != "gloo":
+            return
+        # `abort` ends nobody's wait. A receive that times out closes all connections of this rank; one from a peer that
+        # has closed its own fails without that.
+        for peer in range(self.address.world_size):
+            if peer != self._rank:
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nothing], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Ends the group. Peers still in a broadcast get an error at once instead of at their deadline."""

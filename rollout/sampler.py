@@ -110,6 +110,8 @@ class Sampler(ABC):
         self._seed = seed
         self._version = NO_VERSION
         self._update_lock = asyncio.Lock()
+        self._joins = 0
+        """Weight groups that this sampler was told to join so far."""
         self._request_numbers = itertools.count()
         self._in_flight = 0
         self._counting = threading.Lock()  # `figures` is called from any thread
@@ -198,12 +200,14 @@ class Sampler(ABC):
         return Trajectory(trajectory_id, "policy", segments, completion.finish_reason, text, sampling)
 
     async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
-        """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one.
+        """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one,
+        even if a version is still arriving there.
 
         Raises WeightTransferError if not all ranks connect before the deadline.
         """
         assert self._group_store is not None, "a sampler without a store joins no group"
         arguments = {"address": asdict(address), "first_rank": first_rank, "store": self._group_store}
+        self._joins += 1
         async with self._update_lock:
             await self._transfer("join", arguments, timeout_seconds)
 
@@ -229,7 +233,7 @@ class Sampler(ABC):
         self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float
     ) -> Sequence[TransferProgress]:
         # A worker's error names the cause, so the workers' deadline comes first.
-        deadline = time.monotonic() + timeout_seconds + 1.0
+        deadline, joins = time.monotonic() + timeout_seconds + 1.0, self._joins
         await self._start_transfer(kind, {**arguments, "timeout_seconds": timeout_seconds})
         pause = 0.001
         while True:
@@ -241,6 +245,8 @@ class Sampler(ABC):
                     raise error_class(worker["error"][0])(worker["error"][1])
             if all(worker["done"] for worker in workers):
                 return workers
+            if self._joins > joins:
+                raise WeightTransferError(f"the {kind} of weights was replaced by the join of another group")
             if time.monotonic() > deadline:
                 raise WeightTransferError(f"the {kind} of weights had not ended after {timeout_seconds:g} s")
 

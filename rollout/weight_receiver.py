@@ -113,6 +113,8 @@ class StagedReceiver:
         `store` is a `StoreSource`, or the sequence that it becomes on its way to an engine's process.
         """
         group, rank, source = WeightGroupAddress(**address), first_rank + self._rank, StoreSource(*store)
+        if self._group is not None and self._transfer is not None and self._transfer.is_alive():
+            self._group.interrupt()  # a member of it may hang
         self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank, source))
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:

@@ -302,6 +302,12 @@ class WeightSender:
             ) from error
         return replace(copy.manifest, backend="disk", location=str(folder))
 
+    def interrupt(self) -> None:
+        """Rank 0, from another thread: ends a broadcast to the open group, which then raises WeightTransferError."""
+        group = self._group
+        if group is not None:
+            group.interrupt()
+
     def close(self) -> None:
         """Rank 0: closes the open group, if any; its samplers notice at once."""
         if self._group is not None:

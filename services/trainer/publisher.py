@@ -6,8 +6,10 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tandem.protos import rollout_pb2
 from tandem.protos.errors import UnavailableError, WeightTransferError
@@ -25,6 +27,8 @@ from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.25
+_HEARTBEAT_SECONDS = 1.0
+_SILENT_CHECKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class Publication:
 
 class Publisher:
     """Publishes versions to every sampler that is alive, did not fail its last update and is not being caught up. One
-    that fails is STALE from then on and leaves the weight group; a thread updates such samplers and late ones.
+    that fails is STALE from then on and leaves the weight group; a thread updates such samplers and late ones. Another
+    thread ends the waits for samplers whose heartbeat is silent.
     """
 
     def __init__(self, buffer: Buffer, sender: WeightSender, recipe: Recipe, incarnation: int) -> None:
@@ -65,12 +70,18 @@ class Publisher:
         self._links: dict[str, SamplerLink] = {}
         self._group: frozenset[SamplerLink] = frozenset()  # members of the sender's open group
         self._group_name = ""
+        self._receiving: Sequence[SamplerLink] = ()
+        """The members of the group while a version is on its way to them."""
         self._newest: WeightManifest | None = None
         self.failed_updates = 0
         """Updates that a sampler failed or did not answer."""
         self._error: BaseException | None = None
-        self._thread = Repeated("catch-up", _CHECK_SECONDS, self._catch_up_samplers)
-        self._thread.__enter__()
+        self._threads = ExitStack()
+        for name, seconds, check in (
+            ("catch-up", _CHECK_SECONDS, self._catch_up_samplers),
+            ("sampler-heartbeats", _HEARTBEAT_SECONDS, self._give_up_silent_samplers),
+        ):
+            self._threads.enter_context(Repeated(name, seconds, partial(self._noting_errors, check)))
 
     def publish(self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None) -> Publication:
         """Sends a version to the samplers and retires the credits of what was trained for it. Without a snapshot, all
@@ -108,8 +119,8 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Stops the thread and closes the group and the channels."""
-        self._thread.__exit__()
+        """Stops the threads and closes the group and the channels."""
+        self._threads.close()
         self._sender.close()
         with self._lock:
             for link in self._links.values():
@@ -189,6 +200,7 @@ class Publisher:
             manifest = self._sender.broadcast(manifest, seconds, snapshot)
             calls = [link.update(manifest, seconds) for link in links]
         else:
+            self._receiving = links
             calls = [link.update(manifest, seconds, self._group_name) for link in links]
             try:
                 manifest = self._sender.broadcast(manifest, seconds, snapshot)
@@ -201,6 +213,7 @@ class Publisher:
         elif self._newest is not None:
             self._newest = replace(self._newest, incarnation=self._incarnation, policy_version=version)
         replies = [link.acknowledgement(call, manifest) for link, call in zip(links, calls, strict=True)]
+        self._receiving = ()
         if None in replies:
             self.failed_updates += replies.count(None)
             self._leave_group()
@@ -216,14 +229,38 @@ class Publisher:
         for folder in sorted(self._folder.glob("[0-9]*"))[:-2] if self._backend == "disk" else ():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _catch_up_samplers(self) -> None:
+    def _noting_errors(self, check: Callable[[], None]) -> None:
         try:
-            for sampler in self._outdated_samplers():
-                self._catch_up(sampler)
+            check()
         except UnavailableError as error:  # Redis is restarting; the trainer's loop handles it
             log.warning("weights: %s", error)
         except BaseException as error:  # a bug or a fence; `publish` raises it
             self._error = error
+
+    def _give_up_silent_samplers(self) -> None:
+        """Ends the waits for samplers that hang: their heartbeats are silent in several checks, because after an outage
+        of Redis all are at first. The members of a weight group that such a sampler breaks get some time to answer.
+        """
+        with self._lock:
+            used = [link for link in self._links.values() if link.busy]
+        if not used:
+            return
+        alive = {(sampler.id, sampler.generation) for sampler in self._buffer.samplers() if sampler.alive}
+        for link in used:
+            is_silent = (link.sampler.id, link.sampler.generation) not in alive
+            link.silent_checks = link.silent_checks + 1 if is_silent else 0
+            if link.silent_checks >= _SILENT_CHECKS:
+                link.give_up("its heartbeat is silent")
+        silent_checks = max((link.silent_checks for link in self._receiving), default=0)
+        if silent_checks >= _SILENT_CHECKS:
+            self._sender.interrupt()
+        if silent_checks >= 2 * _SILENT_CHECKS:
+            for link in self._receiving:
+                link.give_up("a silent sampler broke its weight group")
+
+    def _catch_up_samplers(self) -> None:
+        for sampler in self._outdated_samplers():
+            self._catch_up(sampler)
 
     def _outdated_samplers(self) -> list[Sampler]:
         """Live samplers without the published version; none during a publication and after an error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -41,6 +41,10 @@ class SamplerLink:
         self.busy = False
         self.failed = False
         self.lacks_base = False
+        self.silent_checks = 0
+        """Checks in a row that found its heartbeat silent."""
+        self._given_up = ""
+        self._call: grpc.Future[Any] | None = None
         self._failed_catch_ups = 0
         self._retry_at = 0.0
         self._channel = connect(sampler.address, token, credentials, server_name)
@@ -66,8 +70,7 @@ class SamplerLink:
 
     def ping(self) -> grpc.Future[common_pb2.InfoReply]:
         stub = common_pb2_grpc.InfoServiceStub(self._channel)
-        call: grpc.Future[common_pb2.InfoReply] = stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS)
-        return call
+        return self._made(stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS))
 
     def join(
         self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
@@ -75,9 +78,7 @@ class SamplerLink:
         request = rollout_pb2.JoinWeightGroupRequest(
             **asdict(address), first_rank=first_rank, timeout_seconds=timeout_seconds
         )
-        call: grpc.Future[rollout_pb2.JoinWeightGroupReply]
-        call = self._rollout.JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
-        return call
+        return self._made(self._rollout.JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS))
 
     def update(
         self, manifest: WeightManifest, timeout_seconds: float, group_name: str = ""
@@ -85,14 +86,21 @@ class SamplerLink:
         request = rollout_pb2.UpdateWeightsRequest(
             manifest=encode_manifest(manifest), group_name=group_name, timeout_seconds=timeout_seconds
         )
-        call: grpc.Future[rollout_pb2.UpdateWeightsReply]
-        call = self._rollout.UpdateWeights.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
-        return call
+        return self._made(self._rollout.UpdateWeights.future(request, timeout=timeout_seconds + _GRACE_SECONDS))
+
+    def give_up(self, why: str) -> None:
+        """From another thread: ends the call under way, which then fails for this reason."""
+        if self._call is not None and not self._call.done():
+            self._given_up = why
+            self._call.cancel()
 
     def reply(self, call: grpc.Future[Reply], failure: str) -> Reply | None:
         """The reply of a call; on failure marks the sampler as failed and returns None."""
         try:
             return call.result()
+        except grpc.FutureCancelledError:
+            self._note_failure(f"{failure}: {self._given_up}")
+            return None
         except grpc.RpcError as error:
             cause = from_rpc_error(error)
             self._note_failure(f"{failure}: {cause}")
@@ -111,6 +119,10 @@ class SamplerLink:
 
     def close(self) -> None:
         self._channel.close()
+
+    def _made(self, call: grpc.Future[Reply]) -> grpc.Future[Reply]:
+        self._call = call
+        return call
 
     def _note_failure(self, text: str) -> None:
         log.warning("weights: sampler %s %s", self.sampler.id, text)

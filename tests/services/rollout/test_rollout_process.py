@@ -24,10 +24,13 @@ from tandem.protos.types import Trajectory, VersionSpan
 from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
-from tandem.services.config import dump_recipe, parse_recipe
+from tandem.services.config import dump_recipe, load_resolved, parse_recipe
+from tandem.services.process import in_thread
 from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.tokens import Role
+from tandem.services.trainer import publisher
+from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender
 from tests.services.rollout.test_rollout_service import offer, prompt
 from tests.support.paths import ROOT
@@ -202,11 +205,44 @@ def test_an_answer_sampled_by_two_versions_is_refused_where_one_is_required(
 
 
 @pytest.mark.system
+def test_a_publication_does_not_wait_for_a_sampler_that_is_stopped_and_it_is_caught_up_when_it_goes_on(
+    ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, buffer, _, sender = ring
+    monkeypatch.setattr(publisher, "_HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(buffer, "samplers", lambda: Buffer.samplers(buffer, 2.0))
+    recipe = load_resolved(served.log.with_name("config.json"))
+    assert recipe.weights.deadline_seconds > 2 * TIMEOUT
+    publishing = Publisher(buffer, sender, recipe, 1)
+    family = [psutil.Process(served.process.pid), *served.family()]
+
+    def publish(version: int) -> Publication:
+        manifest = sender.manifest(1, version, "gloo")
+        return publishing.publish(manifest, sender.snapshot(manifest))
+
+    try:
+        assert publish(2).samplers_acknowledged == 1
+        for process in family:
+            process.suspend()
+        assert in_thread("publish", publish, 3).result(TIMEOUT).samplers_acknowledged == 0
+        assert "did not take version 3: its heartbeat is silent" in caplog.text
+        for process in family:
+            process.resume()
+        eventually(lambda: (buffer.samplers()[0].state, buffer.samplers()[0].version) == ("LIVE", 3))
+        assert publish(4).samplers_acknowledged == 1
+    finally:
+        for process in family:
+            process.resume()
+        publishing.close()
+    assert served.process.poll() is None, served.log.read_text()
+
+
+@pytest.mark.system
 def test_sigterm_ends_it_within_seconds_and_kill_9_leaves_nothing(
     ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, buffer, _, _ = ring
-    buffer.publish(1, 1, [SAMPLER])
+    buffer.publish(1, max(1, buffer.published_version()), [SAMPLER])
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=200) for index in range(4, 12)))
     eventually(lambda: buffer.counts()["prompts_leased"] > 0)
     family = served.family()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,13 +24,16 @@ from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.buffer.types import Sampler
+from tandem.services.process import in_thread
 from tandem.services.rpc.server import ServerThread
+from tandem.services.trainer import publisher
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 from tests.support.trainer_ring import make_recipe, make_run
 from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
+DISK = {"backend": "disk"}
 
 
 class Weights:
@@ -262,6 +266,39 @@ def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None
     assert ring.registered("rollout-1").state == "STALE"
     assert ring.publish(2).samplers_acknowledged == 1
     assert good.value == 2.0
+
+
+def beat(ring: Ring, sampler: FakeSampler, seconds_ago: float) -> None:
+    """Sets the time of a sampler's last heartbeat."""
+    redis, key = ring.buffer.connection.redis, ring.buffer.connection.key("beats")
+    redis.hset(key, sampler.id, int(1000 * (time.time() - seconds_ago)))
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+@pytest.mark.parametrize("ring", [{"deadline_seconds": 600.0}, {**DISK, "deadline_seconds": 600.0}], indirect=True)
+def test_nobody_waits_for_a_sampler_that_hangs_and_the_others_go_on(
+    ring: Ring, hangs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that hangs comes before or after the other one in the chain through which buckets are passed on."""
+    monkeypatch.setattr(publisher, "_HEARTBEAT_SECONDS", 0.05)
+    both = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    good, hung = both[1 - hangs], both[hangs]
+    beat(ring, good, -3600.0)
+    ring.publisher = Publisher(ring.buffer, ring.sender, ring.recipe, ring.incarnation)
+    ring.publish(0)
+    hung.hold.clear()
+    publishing = in_thread("publish", ring.publish, 1)
+    eventually(lambda: any(link.busy for link in ring.publisher._links.values()))
+    beat(ring, hung, 3600.0)
+    assert publishing.result(20.0).samplers_acknowledged <= 1
+    assert f"sampler {hung.id} did not take version 1: its heartbeat is silent" in caplog.text
+    eventually(lambda: ring.registered(good.id).state == "LIVE" and good.value == 1.0)
+    assert ring.registered(hung.id).state == "STALE" and ring.publisher.failed_updates >= 1
+    assert ring.publish(2).samplers_acknowledged == 1, "a silent sampler takes no part"
+    beat(ring, hung, -3600.0)
+    hung.hold.set()
+    eventually(lambda: ring.registered(hung.id).state == "LIVE")
+    assert (good.value, hung.value) == (2.0, 2.0)
 
 
 def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> None:
