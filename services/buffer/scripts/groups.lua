@@ -102,9 +102,10 @@ local function fail(id, stage, kind, reason, place, detail)
 end
 
 -- A lease that ended with its holder costs no budget: at most one of the groups that it held is at fault. A group that
--- ends all its holders is dropped by a bound of its own; before that it stands at the back, so that others get on.
+-- ends all its holders is dropped by a bound of its own; from the third one on it waits at the back, so that a service
+-- that it ends completes others in between.
 local function lose_holder(id, stage)
-  local place = redis.call('HEXISTS', key('group', id), 'failures:holder') == 1 and 'back' or 'front'
+  local place = number_of(key('group', id), 'failures:holder', 0) < 2 and 'front' or 'back'
   fail(id, stage, 'holder', 'holders_lost', place, (MOST_HOLDERS + 1) .. ' services ended while they held the group')
 end
 
