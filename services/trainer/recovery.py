@@ -98,16 +98,18 @@ def check_no_trainer_works(recipe: Recipe, redis_url: str) -> None:
     This is known before a model is loaded. For one that is silent or stops, `trainer_lock` waits.
     """
     file, asked_at = recipe.folder / LOCK_FILE, time.monotonic()
+    deadline = asked_at + _HEARTBEAT_WAIT_SECONDS
     if not file.exists():
         return
-    with file.open("a") as lock, closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
-        while not lock_file(lock, _HEARTBEAT_POLL_SECONDS) and time.monotonic() < asked_at + _HEARTBEAT_WAIT_SECONDS:
-            silence = buffer.silences().get("trainer", math.inf)
-            if silence < time.monotonic() - asked_at and buffer.activities().get("trainer") != STOPPING:
-                raise RunExistsError(
-                    f"run folder {recipe.folder}: a trainer works in it; stop that one first, or choose another "
-                    "run.folder"
-                )
+    with file.open("a") as lock:
+        if lock_file(lock):
+            return
+        with closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
+            while time.monotonic() < deadline and not lock_file(lock, _HEARTBEAT_POLL_SECONDS):
+                silence = buffer.silences().get("trainer", math.inf)
+                if silence < time.monotonic() - asked_at and buffer.activities().get("trainer") != STOPPING:
+                    remedy = "stop that one first, or choose another run.folder"
+                    raise RunExistsError(f"run folder {recipe.folder}: a trainer works in it; {remedy}")
 
 
 def trainer_lock(folder: Path) -> IO[str]:
