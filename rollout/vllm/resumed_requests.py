@@ -28,7 +28,7 @@ def continue_random_numbers(worker: WorkerBase) -> None:
     update_states = runner._update_states
 
     @functools.wraps(update_states)
-    def update(scheduler_output: SchedulerOutput) -> Any:
+    def update(scheduler_output: SchedulerOutput) -> object:
         updated = update_states(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
 from tandem.protos.types import FinishReason, SamplingParameters, VersionSpan
@@ -18,7 +18,8 @@ from tandem.rollout.vllm.resumed_requests import SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
@@ -240,8 +241,8 @@ def _failure(error: Exception) -> UnavailableError:
 
 def _num_sampled(state: RequestState) -> int:
     """The number of tokens that this request sampled and the output processor has read."""
-    processor: Any = state.logprobs_processor
-    return len(processor.logprobs.logprobs)
+    assert state.logprobs_processor is not None
+    return len(cast("FlatLogprobs", state.logprobs_processor.logprobs).logprobs)
 
 
 def _completion_so_far(state: RequestState) -> Completion:
@@ -250,11 +251,14 @@ def _completion_so_far(state: RequestState) -> Completion:
     return _completion(detokenizer.output_token_ids, logprobs.logprobs, state._weight_version_spans(), "abort")
 
 
-def _completion(token_ids: Sequence[int], logprobs: Any, versions: Any, finish_reason: FinishReason) -> Completion:
+def _completion(
+    token_ids: Sequence[int], logprobs: object, versions: Sequence[WeightVersionSpan] | None, reason: FinishReason
+) -> Completion:
     """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
-    before = len(token_ids) - len(logprobs.logprobs)
+    sampled = cast("FlatLogprobs", logprobs).logprobs
+    before = len(token_ids) - len(sampled)
     spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
-    return Completion(token_ids[before:], [*logprobs.logprobs], spans, finish_reason)
+    return Completion(token_ids[before:], [*sampled], spans, reason)
 
 
 def _stamp(incarnation: int, policy_version: int) -> str:
