@@ -43,6 +43,10 @@ class RolloutConfig(Options):
     """Share of a dedicated GPU that an engine may take."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Lifetime of a sampler's lease on a group without a renewal. It is renewed after a third of it."""
+    partial_rollout: bool = True
+    """Continue the unfinished answers of a sampler that dies or leaves from the tokens that it saved with its last
+    renewal. False: they are sampled anew, which shortens answers if the weights have changed meanwhile.
+    """
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """gRPC port of the first replica; the others use the following ports. 0 picks free ports."""
 

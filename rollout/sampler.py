@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol, TypedDict
 
@@ -53,6 +53,7 @@ class SamplerFigures:
     """Sums since the engine's start. Busy: at least one request in flight; else idle."""
 
     sampled_tokens: int = 0
+    resumed_tokens: int = 0
     prompt_tokens: int = 0
     weight_updates: int = 0
     weight_stall_seconds: float = 0.0
@@ -62,19 +63,29 @@ class SamplerFigures:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """One trajectory to sample. `sampling.max_tokens` fits the model; `seed` None means unseeded."""
+    """One trajectory to sample. `sampling.max_tokens` fits the model; `seed` None means unseeded.
+
+    `sampled_ids` is the beginning of the answer, which an earlier request sampled. It counts towards `max_tokens`, and
+    the random numbers go on where those of the earlier request ended.
+    """
 
     request_id: str
     prompt_ids: NDArray[np.int32]
     sampling: SamplingParameters
     seed: int | None
+    sampled_ids: Sequence[int] = ()
+
+    @property
+    def known_ids(self) -> list[int]:
+        """All tokens before the first one to sample."""
+        return [*self.prompt_ids.tolist(), *self.sampled_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled answer with its end token, and the log-probs of the distribution that each token was drawn from.
+    """What a request sampled, with the end token, and the log-probs of the distribution that each token was drawn from.
 
-    Spans count from the first sampled token.
+    Spans count from the first token that this request sampled. `finish_reason` is "abort" while it is running.
     """
 
     token_ids: Sequence[int]
@@ -113,7 +124,7 @@ class Sampler(ABC):
         self._joins = 0
         """Weight groups that this sampler was told to join so far."""
         self._request_numbers = itertools.count()
-        self._in_flight = 0
+        self._running: dict[str, _Answer] = {}  # by request id
         self._counting = threading.Lock()  # `figures` is called from any thread
         self._counted_until = time.monotonic()
         self._figures = SamplerFigures()
@@ -137,6 +148,13 @@ class Sampler(ABC):
 
         Raises DataError if prompt or parameters cannot be used, UnavailableError once the engine has ended.
         """
+
+    async def _sampled_so_far(self, request_ids: Collection[str]) -> Mapping[str, Completion]:
+        """Returns what these running requests have sampled; none that has no token yet.
+
+        An engine that does not implement it never gets `sampled_ids`, and unfinished answers are sampled anew.
+        """
+        return {}
 
     @abstractmethod
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
@@ -174,12 +192,18 @@ class Sampler(ABC):
         return tuple(await asyncio.gather(*rows))
 
     async def sample_one(
-        self, prompt_ids: PromptIds, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
+        self,
+        prompt_ids: PromptIds,
+        sampling: SamplingParameters,
+        *,
+        trajectory_id: int,
+        key: str = "",
+        unfinished: Trajectory | None = None,
     ) -> Trajectory:
         """Samples one trajectory, a request of its own.
 
         With a `key` (a group's id) or a seed in `sampling`, its random numbers depend only on the run's seed, those two
-        and `trajectory_id`.
+        and `trajectory_id`. An `unfinished` one, from `unfinished` of any sampler, is continued after its last token.
 
         Raises DataError if the prompt or the parameters cannot be used, UnavailableError once the engine has ended.
         """
@@ -189,15 +213,37 @@ class Sampler(ABC):
             told = f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
             raise DataError(told)
         fitting = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        answer = _Answer(key, trajectory_id, prompt, sampling, unfinished.segments[0] if unfinished else None)
         request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"
-        request = SamplingRequest(request_id, prompt, fitting, self._request_seed(sampling, key, trajectory_id))
-        async with self._one_more_in_flight():
+        seed = self._request_seed(sampling, key, trajectory_id)
+        request = SamplingRequest(request_id, prompt, fitting, seed, answer.sampled_ids)
+        assert len(request.sampled_ids) < fitting.max_tokens, f"trajectory {trajectory_id} of {key} is finished"
+        with self._one_more_running(request_id, answer):
             completion = await self._generate(request)
         self._figures.prompt_tokens += len(prompt)
-        self._figures.sampled_tokens += len(completion.token_ids)
-        text = self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
-        segments = (_segment(prompt, completion),)
-        return Trajectory(trajectory_id, "policy", segments, completion.finish_reason, text, sampling)
+        self._figures.resumed_tokens += len(request.sampled_ids)
+        self._count_sampled(answer, completion)
+        text = self._tokenizer.decode([*request.sampled_ids, *completion.token_ids], skip_special_tokens=True)
+        return answer.trajectory(completion, text)
+
+    async def unfinished(self, keys: Collection[str]) -> dict[tuple[str, int], Trajectory]:
+        """Returns the running trajectories of these keys as far as they are sampled, by key and trajectory id.
+
+        Their finish reason is "abort", and they have no text. Raises UnavailableError once the engine has ended.
+        """
+        running = {request_id: answer for request_id, answer in self._running.items() if answer.key in keys}
+        sampled = await self._sampled_so_far(running.keys()) if running else {}
+        for request_id, completion in sampled.items():
+            self._count_sampled(running[request_id], completion)
+        return {
+            (answer.key, answer.trajectory_id): answer.trajectory(sampled[request_id], "")
+            for request_id, answer in running.items()
+            if request_id in sampled
+        }
+
+    def _count_sampled(self, answer: _Answer, completion: Completion) -> None:
+        self._figures.sampled_tokens += max(0, len(completion.token_ids) - answer.num_counted)
+        answer.num_counted = max(answer.num_counted, len(completion.token_ids))
 
     async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
         """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one,
@@ -257,34 +303,64 @@ class Sampler(ABC):
         digest = hashlib.blake2b(f"{seed}/{key}/{trajectory_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1  # engines take a non-negative 64-bit number
 
-    @contextlib.asynccontextmanager
-    async def _one_more_in_flight(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _one_more_running(self, request_id: str, answer: _Answer) -> Iterator[None]:
         self._count_seconds()
-        self._in_flight += 1
+        self._running[request_id] = answer
         try:
             yield
         finally:
             self._count_seconds()
-            self._in_flight -= 1
+            del self._running[request_id]
 
     def _count_seconds(self) -> None:
         """Counts the time since the last call. Each sum only grows, as readers take a smaller one for a restart."""
         with self._counting:
             now = time.monotonic()
-            if self._in_flight:
+            if self._running:
                 self._figures.busy_seconds += now - self._counted_until
             else:
                 self._figures.idle_seconds += now - self._counted_until
             self._counted_until = now
 
 
-def _segment(prompt: NDArray[np.int32], completion: Completion) -> Segment:
+@dataclass(slots=True)
+class _Answer:
+    """A trajectory that is being sampled. `begun` has the prompt and what earlier requests sampled.
+
+    `num_counted` of the tokens that this request sampled are in the figures.
+    """
+
+    key: str
+    trajectory_id: int
+    prompt: NDArray[np.int32]
+    sampling: SamplingParameters
+    begun: Segment | None
+    num_counted: int = 0
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return [] if self.begun is None else self.begun.ids[len(self.prompt) :].tolist()
+
+    def trajectory(self, completion: Completion, text: str) -> Trajectory:
+        segments = (_continued(self.begun or _unsampled(self.prompt), completion),)
+        return Trajectory(self.trajectory_id, "policy", segments, completion.finish_reason, text, self.sampling)
+
+
+def _unsampled(prompt: NDArray[np.int32]) -> Segment:
+    return Segment(prompt, np.zeros(len(prompt), np.float32), np.zeros(len(prompt), np.uint8), ())
+
+
+def _continued(begun: Segment, completion: Completion) -> Segment:
     sampled = np.asarray(completion.token_ids, np.int32)
     logprobs = np.asarray(completion.logprobs, np.float32)
     assert len(logprobs) == len(sampled), "one log-prob a sampled token"
+    spans = [replace(span, first_token=len(begun.ids) + span.first_token) for span in completion.spans]
+    if begun.spans and spans and replace(spans[0], first_token=begun.spans[-1].first_token) == begun.spans[-1]:
+        del spans[0]  # the same version
     return Segment(
-        ids=np.concatenate([prompt, sampled]),
-        behavior_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), logprobs]),
-        loss_mask=np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(sampled)]),
-        spans=tuple(replace(span, first_token=len(prompt) + span.first_token) for span in completion.spans),
+        ids=np.concatenate([begun.ids, sampled]),
+        behavior_logprobs=np.concatenate([begun.behavior_logprobs, logprobs]),
+        loss_mask=np.concatenate([begun.loss_mask, np.ones(len(sampled), np.uint8)]),
+        spans=(*begun.spans, *spans),
     )

@@ -113,6 +113,10 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
     async def work(self, held: Held[LeaseT]) -> ResultT_co | Release | None:
         """Returns the result, or the reason for a release. None: the lease was lost."""
 
+    async def collect_unsaved(self, held: Sequence[Held[LeaseT]]) -> None:
+        """Called before unsaved results are taken: at every renewal, and once when the loop ends. May set `unsaved`."""
+        return
+
     def check(self) -> bool:
         """Called before every claim. False ends the loop. Raises if the worker cannot continue."""
         return True
@@ -160,6 +164,11 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._result_figures: Counter[str] = Counter()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the leases that are held are about to be released."""
+        return self._stopping
 
     @property
     def num_held(self) -> int:
@@ -313,6 +322,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         current = [one for one in held if not one.cancelled.is_set()]
         if not current:
             return
+        await self._worker.collect_unsaved(current)
         partials = {one.lease.token: data for one in current if (data := one.take_unsaved()) is not None}
         try:
             lost = await asyncio.to_thread(self._source.renew, [one.lease for one in current], partials)
@@ -339,7 +349,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         await asyncio.sleep(0)  # a task that is cancelled before its first step would never release its lease
         self._stopping = True
         self._changed.set()
-        for one in (held := list(self._held.values())):
+        held = list(self._held.values())
+        await self._worker.collect_unsaved([one for one in held if not one.cancelled.is_set()])
+        for one in held:
             self._cancel(one)
         self._worker.interrupt()
         if tasks := [one.task for one in held if one.task is not None]:

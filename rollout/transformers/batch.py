@@ -32,7 +32,7 @@ _SILENT_TOKENS = 16  # special tokens (decoded to "") that may lie between the p
 
 @dataclass(eq=False)
 class Row:
-    """One request and the tokens sampled so far."""
+    """One request and its answer so far. `token_ids` begins with the request's `sampled_ids`; the others do not."""
 
     request: SamplingRequest
     future: Future[Completion] = field(default_factory=Future)
@@ -42,18 +42,21 @@ class Row:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
+        self.token_ids.extend(self.request.sampled_ids)
         self.random = random.Random(self.request.seed)
+        for _ in self.token_ids:  # one number a token
+            self.random.random()
 
     def append(self, token_id: int, logprob: float, version: tuple[int, int]) -> None:
         """Adds a token that was sampled under this incarnation and policy version."""
         if not self.spans or (self.spans[-1].incarnation, self.spans[-1].policy_version) != version:
-            self.spans.append(VersionSpan(len(self.token_ids), *version))
+            self.spans.append(VersionSpan(len(self.logprobs), *version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.spans, self.finish_reason)
+        token_ids = self.token_ids[len(self.request.sampled_ids) :]
+        return Completion(token_ids, [*self.logprobs], [*self.spans], self.finish_reason or "abort")
 
 
 class LanguageModel:
@@ -103,7 +106,7 @@ class Batch:
         self._language_model = language_model
         self.rows = list(rows)
         device = language_model.model.device
-        row_prompts = [tuple(row.request.prompt_ids.tolist()) for row in rows]
+        row_prompts = [tuple(row.request.known_ids) for row in rows]
         prompts = list(dict.fromkeys(row_prompts))
         longest = max(map(len, prompts))
         input_ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)

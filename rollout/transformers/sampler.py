@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -105,6 +105,13 @@ class TransformersSampler(Sampler):
         self._put(row)
         return await asyncio.wrap_future(row.future)
 
+    async def _sampled_so_far(self, request_ids: Collection[str]) -> Mapping[str, Completion]:
+        def completions() -> dict[str, Completion]:
+            rows = [row for batch in self._batches for row in batch.rows if row.request.request_id in request_ids]
+            return {row.request.request_id: row.completion() for row in rows if row.logprobs}
+
+        return await self._call(completions)
+
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, Any]) -> None:
         start = self._receiver.start_join if kind == "join" else self._receiver.start_receive
         start(**arguments)
@@ -178,10 +185,11 @@ class TransformersSampler(Sampler):
     def _start_waiting(self, language_model: LanguageModel) -> None:
         """Reads the prompts of as many waiting rows as fit the cache, and samples their first tokens."""
         room = self._max_rows - sum(len(batch.rows) for batch in self._batches)
-        prompts: set[bytes] = set()
+        prompts: set[tuple[bytes, tuple[int, ...]]] = set()
         rows: list[Row] = []
         while self._waiting and len(rows) < room:
-            prompts.add(self._waiting[0].request.prompt_ids.tobytes())
+            request = self._waiting[0].request
+            prompts.add((request.prompt_ids.tobytes(), tuple(request.sampled_ids)))
             if len(prompts) > _PROMPTS_AT_ONCE:
                 break
             row = self._waiting.popleft()

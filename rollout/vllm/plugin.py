@@ -52,6 +52,7 @@ def extend_engine_core() -> None:
     engine_core.start_weight_transfer = _start_weight_transfer
     engine_core.weight_transfer_progress = _weight_transfer_progress
     engine_core.apply_staged_weights = _apply_staged_weights
+    engine_core.send_collected_outputs = _send_collected_outputs
     engine_core.add_request = _salted(EngineCore.add_request)
     engine_core.abort_requests = _forgetting_outputs(EngineCore.abort_requests)
     engine_core.step = _collecting_outputs(EngineCore.step)
@@ -85,20 +86,27 @@ def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
 
 def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
     """Loads the staged weights on every worker and changes the stamp, between two steps. Returns the duration."""
-    from vllm.v1.engine import EngineCoreOutputs
-
     if core.batch_queue:
         raise RuntimeError("steps are in flight: outputs sampled before the update would get the new stamp")
     started = time.perf_counter()
-    if collected := _collected_of(core).take_all():  # they carry the stamp of the weights that sampled them
-        outputs = EngineCoreOutputs(outputs=collected, weight_version=core.get_weight_version())
-        core.output_queue.put_nowait((0, outputs))  # type: ignore[attr-defined]  # 0: the only client
+    _send_collected_outputs(core)  # they carry the stamp of the weights that sampled them
     core.collective_rpc("tandem_apply")
     core.set_weight_version(stamp)
     for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
         if request.num_computed_tokens == 0:
             request.skip_reading_prefix_cache = True  # its salt names the previous version
     return time.perf_counter() - started
+
+
+def _send_collected_outputs(core: EngineCore) -> dict[str, int]:
+    """Sends the outputs that are kept, before the answer to this call. Returns the tokens sampled by each request."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    if collected := _collected_of(core).take_all():
+        outputs = EngineCoreOutputs(outputs=collected, weight_version=core.get_weight_version())
+        core.output_queue.put_nowait((0, outputs))  # type: ignore[attr-defined]  # 0: the only client
+    requests = core.scheduler.requests  # type: ignore[attr-defined]
+    return {request_id: request.num_output_tokens for request_id, request in requests.items()}
 
 
 def _collected_of(core: EngineCore) -> CollectedOutputs:

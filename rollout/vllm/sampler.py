@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
 from tandem.protos.types import FinishReason, SamplingParameters, VersionSpan
@@ -13,17 +14,22 @@ from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.rollout.vllm.engine_folder import EngineFolder
 from tandem.rollout.vllm.launch import start_vllm
+from tandem.rollout.vllm.resumed_requests import SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 _SHUTDOWN_SECONDS = 3.0
 _DEATH_POLL_SECONDS = 1.0
 # An engine that makes no step for this long hangs. Its longest operation is applying weights.
 _ANSWER_SECONDS = 120.0
+_READ_POLL_SECONDS = 0.001
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 async def start_sampler(arguments: SamplerArguments) -> Sampler:
@@ -79,18 +85,47 @@ class VllmSampler(Sampler):
         engine_request = self._engine_request(request)
         answer = _Answer()
         try:
-            self._llm.output_processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
+            self._expect(request, engine_request, answer)
             await self._add(engine_request)
             # The engine may end without answering a new request.
             while not (await asyncio.wait((answer.output,), timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise UnavailableError("the engine has ended")
-            return _completion(answer.output.result())
+            output = answer.output.result()
+            reason = _FINISH_REASONS.get(output.finish_reason, "error")
+            return _completion(output.token_ids, output.logprobs, output.weight_versions, reason)
         finally:
             if not answer.output.done():
                 answer.output.cancel()
                 aborting = asyncio.ensure_future(self._llm.abort(request.request_id, internal=True))
                 await asyncio.wait((aborting,), timeout=_SHUTDOWN_SECONDS)
+
+    def _expect(self, request: SamplingRequest, engine_request: EngineCoreRequest, answer: _Answer) -> None:
+        """Tells vLLM's output processor, which looks for stop strings, where the answer begins."""
+        processor = self._llm.output_processor
+        if request.sampled_ids:
+            engine_request = copy(engine_request)
+            engine_request.prompt_token_ids = request.prompt_ids.tolist()
+        processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
+        if request.sampled_ids:
+            detokenizer = processor.request_states[request.request_id].detokenizer
+            assert detokenizer is not None
+            detokenizer.update([*request.sampled_ids], stop_terminated=False)
+
+    async def _sampled_so_far(self, request_ids: Collection[str]) -> Mapping[str, Completion]:
+        sampled = await self._core("send_collected_outputs")
+        states = self._llm.output_processor.request_states
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                # The outputs have arrived with the answer, but another task reads them.
+                while any(_num_sampled(states[one]) < sampled[one] for one in sampled.keys() & states.keys()):
+                    if self.is_dead:
+                        raise UnavailableError("the engine has ended")
+                    await asyncio.sleep(_READ_POLL_SECONDS)
+        except TimeoutError as error:
+            raise UnavailableError(f"outputs were not read within {_ANSWER_SECONDS:g} s") from error
+        running = [state for one in request_ids if (state := states.get(one)) is not None and _num_sampled(state)]
+        return {state.request_id: _completion_so_far(state) for state in running}
 
     async def _add(self, engine_request: EngineCoreRequest) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -103,10 +138,12 @@ class VllmSampler(Sampler):
 
     def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
         """vLLM's form of the request. The rows of a group share all but id and seed, and vLLM checks them once."""
+        if request.sampled_ids:
+            return self._resumed_request(request)
         asked = (request.prompt_ids, request.sampling, self._version)
         prompt_ids, sampling, version = self._prepared_for
         if prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
-            self._prepared = self._prepare(request)
+            self._prepared = self._prepare(request, request.sampling)
             self._prepared_for = asked
         assert self._prepared is not None and self._prepared.sampling_params is not None
         engine_request, params = copy(self._prepared), copy(self._prepared.sampling_params)
@@ -115,12 +152,22 @@ class VllmSampler(Sampler):
         engine_request.request_id = engine_request.external_req_id = request.request_id
         return engine_request
 
-    def _prepare(self, request: SamplingRequest) -> EngineCoreRequest:
+    def _resumed_request(self, request: SamplingRequest) -> EngineCoreRequest:
+        """For the engine, what an earlier request sampled is a part of the prompt."""
+        left = request.sampling.max_tokens - len(request.sampled_ids)
+        engine_request = self._prepare(request, replace(request.sampling, max_tokens=left))
+        assert engine_request.sampling_params is not None
+        engine_request.sampling_params.seed = request.seed
+        engine_request.sampling_params.extra_args = {SAMPLED_TOKENS: len(request.sampled_ids)}
+        engine_request.request_id = engine_request.external_req_id = request.request_id
+        return engine_request
+
+    def _prepare(self, request: SamplingRequest, sampling: SamplingParameters) -> EngineCoreRequest:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
-        salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
-        params = _sampling_params(request.sampling)
+        salted = tokens_input(request.known_ids, cache_salt=_stamp(*self._version))
+        params = _sampling_params(sampling)
         try:
             return self._llm.input_processor.process_inputs(request.request_id, salted, params, ("generate",))
         except (VLLMValidationError, ValueError) as error:
@@ -192,11 +239,26 @@ def _failure(error: Exception) -> UnavailableError:
     return UnavailableError(f"the engine failed: {one_line(error)}")
 
 
-def _completion(output: CompletionOutput) -> Completion:
-    logprobs: Any = output.logprobs
-    spans = [VersionSpan(span.start, *_parse_stamp(span.version)) for span in output.weight_versions or ()]
-    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-    return Completion(output.token_ids, logprobs.logprobs, spans, reasons.get(output.finish_reason, "error"))
+def _num_sampled(state: RequestState) -> int:
+    """The number of tokens that this request sampled and the output processor has read."""
+    assert state.logprobs_processor is not None
+    return len(cast("FlatLogprobs", state.logprobs_processor.logprobs).logprobs)
+
+
+def _completion_so_far(state: RequestState) -> Completion:
+    detokenizer, logprobs = state.detokenizer, state.logprobs_processor
+    assert detokenizer is not None and logprobs is not None
+    return _completion(detokenizer.output_token_ids, logprobs.logprobs, state._weight_version_spans(), "abort")
+
+
+def _completion(
+    token_ids: Sequence[int], logprobs: object, versions: Sequence[WeightVersionSpan] | None, reason: FinishReason
+) -> Completion:
+    """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
+    sampled = cast("FlatLogprobs", logprobs).logprobs
+    before = len(token_ids) - len(sampled)
+    spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
+    return Completion(token_ids[before:], [*sampled], spans, reason)
 
 
 def _stamp(incarnation: int, policy_version: int) -> str:

@@ -115,6 +115,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     # Samplers.
     _counter("rollout", "sampler_sampled_tokens", "sampled_tokens", "Tokens that were sampled."),
+    _counter(
+        "rollout", "sampler_resumed_tokens", "resumed_tokens", "Tokens of unfinished answers that were continued."
+    ),
     _counter("rollout", "sampler_prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
     _counter("rollout", "sampler_busy_seconds", "busy_seconds", "Time with at least one request in flight."),
     _counter("rollout", "sampler_idle_seconds", "idle_seconds", "Time without a request in flight."),

@@ -1,7 +1,7 @@
 """The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it.
 
 If the advantage estimator compares with the policy's greedy answer (`trainer.needs_baselines`), every prompt gets an
-additional trajectory with role `baseline` and id n, which is sampled, saved and resumed like the others.
+additional trajectory with role `baseline` and id n, which is sampled, saved and continued like the others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tandem.protos import rollout_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group
@@ -38,9 +38,44 @@ from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 60.0  # to finish its groups; it then gives them back with the answers that are finished
+_LEAVE_SECONDS = 60.0  # to finish its groups; it then gives them back with what is sampled of them
 _LEAVE_POLL_SECONDS = 0.5
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
+_COLLECT_SECONDS = 5.0  # to get unfinished answers from the engine, or a third of a short lease
+_GROWTH = 1.125
+"""Unfinished answers are saved when a group has so many times the tokens that were saved. In all, a group's tokens are
+then sent at most 1 / (1 − 1 / 1.125) = 9 times, and once more with each row that finishes between two renewals.
+"""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group in work. `rows` has finished rows and, with finish reason "abort", unfinished ones, by trajectory id."""
+
+    prompt: Prompt
+    rows: dict[int, Trajectory]
+    saved_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saved_tokens = self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.num_loss_tokens for row in self.rows.values() for segment in row.segments)
+
+    def role(self, number: int) -> Role:
+        return "policy" if number < self.prompt.num_samples else "baseline"
+
+    def is_finished(self, number: int) -> bool:
+        return number in self.rows and self.rows[number].finish_reason != "abort"
+
+    @property
+    def payload(self) -> bytes:
+        return encode_group(TrajectoryGroup(self.prompt, tuple(self.rows[number] for number in sorted(self.rows))))
+
+    def to_save(self) -> bytes:
+        self.saved_tokens = self.num_tokens
+        return self.payload
 
 
 class SamplingWorker(LeaseWorker[Claim, GroupResult]):
@@ -65,6 +100,9 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self._engine = engine
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
+        self._partial_rollout = config.partial_rollout
+        self._collect_seconds = min(_COLLECT_SECONDS, config.lease_seconds / 3)
+        self._groups: dict[int, _Group] = {}  # by the lease's token
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
             GroupLeases(buffer, "prompts", name, config.lease_seconds, report),
             self,
@@ -91,7 +129,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         return True
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
-        """Samples the rows that earlier holders did not save."""
+        """Samples the rows that earlier holders did not save, and the rest of those that they saved unfinished."""
         with group_span("sample", self._run_id, held.lease.group_id) as attributes:
             outcome = await self._sample(held, attributes)
             if isinstance(outcome, Release):
@@ -101,15 +139,36 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     async def _sample(self, held: Held[Claim], attributes: Attributes) -> GroupResult | Release:
         try:
             prompt = decode_group(held.lease.payload).prompt
-            rows = _saved_rows(held.lease)
-            await self._sample_missing(held, prompt, rows)
+            group = self._groups[held.lease.token] = _Group(prompt, self._saved_rows(held.lease))
+            await self._sample_missing(held, group)
             attributes["tandem.version"] = self._engine.policy_version
-            attributes["tandem.tokens"] = sum(part.num_loss_tokens for row in rows.values() for part in row.segments)
+            attributes["tandem.tokens"] = group.num_tokens
         except DataError as error:
             return Release("unsampleable", "data", str(error))
         except TandemError as error:
             return Release("sampling_failed", "infrastructure", str(error))
-        return GroupResult(_payload(prompt, rows))
+        finally:
+            self._groups.pop(held.lease.token, None)
+        return GroupResult(group.payload)
+
+    async def collect_unsaved(self, held: Sequence[Held[Claim]]) -> None:
+        """Adds what is sampled of unfinished rows to the results to save."""
+        groups = {one.lease.group_id: self._groups[one.lease.token] for one in held if one.lease.token in self._groups}
+        if not groups or not self._partial_rollout:
+            return
+        try:
+            async with asyncio.timeout(self._collect_seconds):
+                unfinished = await self._engine.unfinished(groups.keys())
+        except (TimeoutError, UnavailableError) as error:
+            log.warning("the newest tokens of unfinished answers are not saved: %s", error or "the engine is busy")
+            return
+        for (group_id, number), row in unfinished.items():
+            if not (group := groups[group_id]).is_finished(number):
+                group.rows[number] = replace(row, role=group.role(number))
+        for one in held:
+            newest = groups.get(one.lease.group_id)
+            if newest and (self.loop.is_stopping or newest.num_tokens > _GROWTH * newest.saved_tokens):
+                one.unsaved = newest.to_save
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""
@@ -130,34 +189,36 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         except Exception as error:
             self.loop.fail(error)
 
-    async def _sample_missing(self, held: Held[Claim], prompt: Prompt, rows: dict[int, Trajectory]) -> None:
-        async def sample(number: int, role: Role) -> None:
-            sampling = prompt.sampling.greedy if role == "baseline" else prompt.sampling
-            row = await self._engine.sample_one(prompt.token_ids, sampling, trajectory_id=number, key=prompt.group_id)
+    async def _sample_missing(self, held: Held[Claim], group: _Group) -> None:
+        prompt = group.prompt
+
+        async def sample(number: int) -> None:
+            role = group.role(number)
+            row = await self._engine.sample_one(
+                prompt.token_ids,
+                prompt.sampling.greedy if role == "baseline" else prompt.sampling,
+                trajectory_id=number,
+                key=prompt.group_id,
+                unfinished=group.rows.get(number),
+            )
             if row.finish_reason in ("abort", "error"):
                 raise UnavailableError(f"the engine ended trajectory {number} with {row.finish_reason!r}")
-            rows[number] = replace(row, role=role)
-            held.unsaved = lambda: _payload(prompt, rows)
+            group.rows[number] = replace(row, role=role)
+            held.unsaved = group.to_save
 
-        roles: list[Role] = ["policy"] * prompt.num_samples
-        if self._with_baselines:
-            roles.append("baseline")
-        tasks = [asyncio.create_task(sample(number, role)) for number, role in enumerate(roles) if number not in rows]
+        numbers = range(prompt.num_samples + self._with_baselines)
+        tasks = [asyncio.create_task(sample(number)) for number in numbers if not group.is_finished(number)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()  # an error or a lost lease ends all rows
 
-
-def _saved_rows(claim: Claim) -> dict[int, Trajectory]:
-    """Returns the rows that an earlier holder finished, by trajectory id."""
-    rows = () if claim.partial is None else decode_group(claim.partial).rows
-    return {row.trajectory_id: row for row in rows if isinstance(row, Trajectory)}
-
-
-def _payload(prompt: Prompt, rows: dict[int, Trajectory]) -> bytes:
-    return encode_group(TrajectoryGroup(prompt, tuple(rows[number] for number in sorted(rows))))
+    def _saved_rows(self, claim: Claim) -> dict[int, Trajectory]:
+        """Returns the rows that earlier holders saved, by trajectory id; unfinished ones only if they are continued."""
+        rows = () if claim.partial is None else decode_group(claim.partial).rows
+        saved = {row.trajectory_id: row for row in rows if isinstance(row, Trajectory)}
+        return {n: row for n, row in saved.items() if self._partial_rollout or row.finish_reason != "abort"}
 
 
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:

@@ -19,7 +19,7 @@ _KEYS = {
     "data": "eval_file max_epochs",
     # The record of a batch holds the answers, temperature, lengths and rewards.
     "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size max_groups_in_flight "
-    "kv_cache_bytes gpu_memory_fraction lease_seconds port",
+    "kv_cache_bytes gpu_memory_fraction lease_seconds partial_rollout port",
     # Micro-batches are in the record, too.
     "trainer": "tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
     "keep_checkpoints export_every evaluate_every collective_timeout_seconds port",

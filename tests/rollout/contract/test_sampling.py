@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from tandem.protos.errors import DataError, EnvironmentLackError, ModelError
-from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.protos.types import SamplingParameters, Segment, Trajectory
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tests.support.engine_process import EngineProcess
@@ -121,6 +122,62 @@ def test_random_numbers_depend_only_on_seed_group_and_trajectory(engine: EngineP
     assert len(set(unseeded)) == 4
     single = engine.call("sample_one", PROMPT, SamplingParameters(max_tokens=100), trajectory_id=2, key="0-7")
     assert sampled(single) == sampled(alone[2]), "a row sampled again alone, as after a lost lease, is the same"
+
+
+def begun(row: Trajectory, num_tokens: int) -> Trajectory:
+    """The trajectory as it was when it had this many tokens."""
+    (segment,) = row.segments
+    end = len(PROMPT) + num_tokens
+    arrays = (segment.ids[:end], segment.behavior_logprobs[:end], segment.loss_mask[:end])
+    return replace(row, segments=(Segment(*arrays, segment.spans),), finish_reason="abort", text="")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_unfinished_answer_continues_as_if_it_had_not_been_interrupted(
+    engine: EngineProcess, temperature: float
+) -> None:
+    sampling = SamplingParameters(max_tokens=200, temperature=temperature)
+    whole = engine.call("sample", PROMPT, 4, sampling, key="resumed")
+    before = engine.call("figures")
+    for row in whole:
+        for num_tokens in (1, len(sampled(row)) - 1):
+            options: dict[str, Any] = {"trajectory_id": row.trajectory_id, "key": "resumed"}
+            again = engine.call("sample_one", PROMPT, sampling, **options, unfinished=begun(row, num_tokens))
+            assert (sampled(again), again.text, again.finish_reason) == (sampled(row), row.text, row.finish_reason)
+            (one,), (other,) = again.segments, row.segments
+            assert np.abs(one.behavior_logprobs - other.behavior_logprobs).max() <= 1e-5
+            assert np.array_equal(one.loss_mask, other.loss_mask) and one.spans == other.spans
+    after = engine.call("figures")
+    assert after.resumed_tokens - before.resumed_tokens == sum(len(sampled(row)) for row in whole)
+
+
+def test_answers_under_way_can_be_read_and_continue_in_another_request(engine: EngineProcess) -> None:
+    sampling = SamplingParameters(max_tokens=240)
+    whole = {row.trajectory_id: row for row in engine.call("sample", PROMPT, 4, sampling, key="under-way")}
+    running = engine.submit("sample", PROMPT, 4, sampling, key="under-way")
+    deadline = time.monotonic() + 60
+    while not (found := engine.call("unfinished", {"under-way", "another"})):
+        assert time.monotonic() < deadline and not running.done()
+    engine.cancel(running)
+    assert engine.call("unfinished", {"under-way"}) == {}
+    for (key, number), row in found.items():
+        assert (key, row.finish_reason) == ("under-way", "abort") and 0 < len(sampled(row)) < 240
+        again = engine.call("sample_one", PROMPT, sampling, trajectory_id=number, key=key, unfinished=row)
+        assert sampled(again) == sampled(whole[number])
+        difference = again.segments[0].behavior_logprobs - whole[number].segments[0].behavior_logprobs
+        assert np.abs(difference).max() <= 1e-5
+
+
+def test_a_stop_string_may_begin_before_the_interruption(engine: EngineProcess) -> None:
+    (row,) = sample(engine, 1, key="seam")
+    ids = sampled(row)
+    # The first place after which two tokens together are new, so that the string ends the answer nowhere else.
+    place = next(n for n in range(5, 90) if VOCABULARY[ids[n]] + VOCABULARY[ids[n + 1]] not in row.text[: n + 1])
+    stop = VOCABULARY[ids[place]] + VOCABULARY[ids[place + 1]]
+    sampling = SamplingParameters(max_tokens=100, stop=(stop,))
+    saved = begun(row, place + 1)
+    again = engine.call("sample_one", PROMPT, sampling, trajectory_id=0, key="seam", unfinished=saved)
+    assert (sampled(again), again.finish_reason) == (ids[: place + 2], "stop")
 
 
 def test_more_prompts_than_fit_into_one_step_and_the_cache(engine: EngineProcess) -> None:

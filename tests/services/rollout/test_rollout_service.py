@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,11 @@ class ToldEngine:
         self.asked: list[tuple[str, int]] = []
         self.sampled_with: dict[tuple[str, int], SamplingParameters] = {}
         self.cancelled: list[tuple[str, int]] = []
+        self.continued: dict[tuple[str, int], Trajectory] = {}
+        self.num_sampled: Callable[[int], int] = lambda collected: 0
+        """Tokens of each unfinished answer, by how often the engine was asked for them."""
+        self.collected = 0
+        self.collect_seconds = 0.0
         self.may_answer: Callable[[str, int], bool] = lambda key, number: True
         self.errors: dict[tuple[str, int], Exception] = {}
         self.aborted: set[int] = set()
@@ -74,10 +79,18 @@ class ToldEngine:
         return SamplerFigures(sampled_tokens=len(self.asked), busy_seconds=0.0)
 
     async def sample_one(
-        self, prompt_ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
+        self,
+        prompt_ids: Any,
+        sampling: SamplingParameters,
+        *,
+        trajectory_id: int,
+        key: str = "",
+        unfinished: Trajectory | None = None,
     ) -> Trajectory:
         self.asked.append((key, trajectory_id))
         self.sampled_with[key, trajectory_id] = sampling
+        if unfinished is not None:
+            self.continued[key, trajectory_id] = unfinished
         try:
             if (key, trajectory_id) in self.errors:
                 raise self.errors[key, trajectory_id]
@@ -86,16 +99,39 @@ class ToldEngine:
         except asyncio.CancelledError:
             self.cancelled.append((key, trajectory_id))
             raise
-        ids = np.append(prompt_ids, np.int32(trajectory_id))
-        mask = np.array([0] * len(prompt_ids) + [1], np.uint8)
-        segment = Segment(ids, -mask.astype(np.float32), mask, (VersionSpan(len(prompt_ids), 1, 0),))
         finish: FinishReason = "abort" if trajectory_id in self.aborted else "stop"
-        return Trajectory(trajectory_id, "policy", (segment,), finish, str(trajectory_id), sampling)
+        return answer(prompt_ids, trajectory_id, sampling, finish)
+
+    async def unfinished(self, keys: Collection[str]) -> dict[tuple[str, int], Trajectory]:
+        self.collected += 1
+        await asyncio.sleep(self.collect_seconds)
+        prompt_ids, sampling = prompt(0).token_ids, prompt(0).sampling
+        tokens = self.num_sampled(self.collected)
+        return {
+            (key, number): answer(prompt_ids, number, sampling, "abort", tokens)
+            for key, number in self.asked
+            if key in keys and tokens and not self.may_answer(key, number)
+        }
+
+
+def answer(
+    prompt_ids: Any, trajectory_id: int, sampling: SamplingParameters, finish: FinishReason, num_tokens: int = 1
+) -> Trajectory:
+    ids = np.append(prompt_ids, np.full(num_tokens, trajectory_id, np.int32))
+    mask = np.array([0] * len(prompt_ids) + [1] * num_tokens, np.uint8)
+    segment = Segment(ids, -mask.astype(np.float32), mask, (VersionSpan(len(prompt_ids), 1, 0),))
+    return Trajectory(trajectory_id, "policy", (segment,), finish, str(trajectory_id), sampling)
 
 
 def rows_of(payload: bytes | None) -> list[int]:
     assert payload is not None
     return [row.trajectory_id for row in decode_group(payload).rows if isinstance(row, Trajectory)]
+
+
+def only_row(payload: bytes) -> Trajectory:
+    (row,) = decode_group(payload).rows
+    assert isinstance(row, Trajectory)
+    return row
 
 
 def run_worker(
@@ -105,6 +141,7 @@ def run_worker(
     act: Callable[[SamplingWorker], Awaitable[None]] | None = None,
     *,
     with_baselines: bool = False,
+    config: RolloutConfig = CONFIG,
 ) -> SamplingWorker:
     """Runs a stage until the condition holds (then calls `act`), stops it, and raises its error."""
 
@@ -112,7 +149,7 @@ def run_worker(
         stop = threading.Event()
         info = ServiceInfo(SAMPLER, lambda: worker.figures(), lambda: worker.activity(), buffer)
         heartbeat = Heartbeat(info, stop)
-        worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines, report=heartbeat.send)
+        worker = SamplingWorker(buffer, engine, config, SAMPLER, with_baselines=with_baselines, report=heartbeat.send)
         running = asyncio.create_task(worker.run(stop))
         deadline = time.monotonic() + TIMEOUT
         while not running.done() and not await asyncio.to_thread(until):
@@ -152,6 +189,7 @@ def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffe
     offer(buffer, prompt(0), prompt(1))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: (key, number) in {("0-0", 1), ("0-1", 0), ("0-1", 2)}
+    engine.num_sampled = lambda collected: 2
     started = time.monotonic()
     run_worker(buffer, engine, lambda: time.monotonic() - started > 1.3 * CONFIG.lease_seconds)
     counts = buffer.counts()
@@ -159,8 +197,10 @@ def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffe
     assert sorted(engine.cancelled) == [("0-0", 0), ("0-0", 2), ("0-1", 1)]
 
     successor = ToldEngine()
-    run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2)
+    anew = CONFIG.model_copy(update={"partial_rollout": False})
+    run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2, config=anew)
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2), ("0-1", 1)], "only what was missing"
+    assert successor.continued == {}
     assert [rows_of(claim.payload) for claim in buffer.claim("generated", "reward", 2, 10.0, 0)] == [[0, 1, 2]] * 2
 
 
@@ -186,18 +226,22 @@ def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, fi
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: number in finished
+    engine.num_sampled = lambda collected: 2
     run_worker(buffer, engine, lambda: len(engine.asked) == 4, with_baselines=True)
     successor = ToldEngine()
     run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1, with_baselines=True)
     assert {number for _, number in successor.asked} == {0, 1, 2, 3} - finished
+    continued = {number: row.role for (_, number), row in successor.continued.items()}
+    assert continued == {number: "baseline" if number == 3 else "policy" for _, number in successor.asked}
     (rows,) = sampled(buffer)
     assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
 
 
-def test_a_holder_that_dies_loses_only_unfinished_answers(buffer: Buffer) -> None:
+def test_the_answers_of_a_holder_that_dies_are_continued_from_the_tokens_that_it_saved(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: number == 1
+    engine.num_sampled = lambda collected: 2
 
     async def die() -> None:
         worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER)
@@ -211,6 +255,41 @@ def test_a_holder_that_dies_loses_only_unfinished_answers(buffer: Buffer) -> Non
     successor = ToldEngine()
     run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1)
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2)] and buffer.counts()["leases_expired"] == 1
+    saved = {number: row.segments[0].ids.tolist() for (_, number), row in successor.continued.items()}
+    assert saved == {0: [5, 6, 7, 8, 9, 0, 0], 2: [5, 6, 7, 8, 9, 2, 2]}
+
+
+def test_an_unfinished_answer_is_saved_again_once_it_has_grown_and_when_the_sampler_stops(buffer: Buffer) -> None:
+    offer(buffer, prompt(0, num_samples=1))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: False
+    engine.num_sampled = lambda collected: 1000 + 50 * collected  # 1050, 1100, 1150, 1200: the last is an eighth more
+    seen: set[int] = set()
+
+    def saved_often_enough() -> bool:
+        payload = buffer.connection.redis.get(buffer.connection.key("partial:0-0"))
+        if payload is not None:
+            seen.add(len(only_row(payload).segments[0].ids) - 5)
+        return engine.collected >= 4
+
+    short = CONFIG.model_copy(update={"lease_seconds": 0.9})
+    run_worker(buffer, engine, saved_often_enough, config=short)
+    assert seen <= {1050, 1200}
+    (claim,) = buffer.claim("prompts", SAMPLER, 1, 10.0, 0)
+    assert claim.partial is not None
+    row = only_row(claim.partial)
+    assert len(row.segments[0].ids) - 5 == 1000 + 50 * engine.collected and row.finish_reason == "abort"
+
+
+def test_an_engine_that_is_busy_does_not_keep_a_stop_waiting(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: number == 1
+    engine.collect_seconds = 2 * TIMEOUT
+    short = CONFIG.model_copy(update={"lease_seconds": 0.9})
+    run_worker(buffer, engine, lambda: len(engine.asked) == 3, config=short)
+    (claim,) = buffer.claim("prompts", SAMPLER, 1, 10.0, 0)
+    assert rows_of(claim.partial) == [1], "what had finished is saved"
 
 
 @pytest.mark.parametrize(
