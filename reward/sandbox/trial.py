@@ -146,8 +146,8 @@ class Trial:
         try:
             got = wire.decode(reply["value"], lambda _: _NO_OBJECT)
             right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "wrong"  # the answer wrote to the socket itself, or returned an endless structure
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            return "wrong"  # the answer wrote to the socket itself, or returned what nothing can equal
         return "passed" if right else "wrong"
 
     def _try_statements(self, test: StatementTest, limits: Limits) -> Verdict:

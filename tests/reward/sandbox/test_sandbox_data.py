@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -79,6 +80,15 @@ def over_the_line(value: object) -> object:
 def test_plain_data_survives_encoding(value: object) -> None:
     came = over_the_line(value)
     assert came == value and type(came) is type(value) and repr(came).count("(") == repr(value).count("(")
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_members_with_equal_hashes_are_refused(kind: Callable[[Iterable[int]], object]) -> None:
+    """A set of n of them takes n² steps, so the scorer would spend hours on an answer that sends many."""
+    few = kind(number * ((1 << 61) - 1) for number in range(900))
+    assert over_the_line(few) == few
+    with pytest.raises(ValueError, match="equal hashes"):
+        over_the_line(kind(number * ((1 << 61) - 1) for number in range(1100)))
 
 
 def test_subclasses_of_data_are_decoded_as_their_base_class() -> None:
