@@ -59,8 +59,8 @@ class AnswerFaults:
         low, high = self._note(scorer, decided, scored)
         parts = _worst_parts(decided, rising)
         asked: list[tuple[ScoreItem, bool]] = []
-        for number in _suspects(decided):
-            item, reason = items[number], decided[number].reason  # type: ignore[union-attr]
+        for number, reason in _suspects(decided).items():
+            item = items[number]
             works = next((found for one, found in asked if _same_question(one, item)), None)
             if works is None:
                 works = self._works(scorer, item, [*scored, *settled], ask, outside)
@@ -105,9 +105,10 @@ def _worst_parts(scores: Sequence[Score], rising: bool) -> dict[str, float]:
     return parts
 
 
-def _suspects(scores: Sequence[Score]) -> list[int]:
-    return [
-        number
+def _suspects(scores: Sequence[Score]) -> dict[int, str]:
+    """The numbers of the answers that may be at fault for having no score, and its reason."""
+    return {
+        number: score.reason
         for number, score in enumerate(scores)
         if isinstance(score, Unscored) and score.reason != "infrastructure" and score is not CANCELLED
-    ]
+    }

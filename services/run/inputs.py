@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -111,8 +112,9 @@ def input_paths(recipe: Recipe) -> dict[str, Path]:
         named["trainer.critic.path"] = recipe.trainer.critic.path
     named |= _scorer_files(recipe.reward.model_dump(), "reward")
     if recipe.reward.rubric:
-        rubric = tomllib.loads(Path(recipe.reward.rubric).read_text(encoding="utf-8"))
-        named |= _scorer_files(rubric, "reward.rubric")
+        with suppress(OSError, ValueError):  # not on this machine, or unusable, which building the scorer reports
+            rubric = tomllib.loads(Path(recipe.reward.rubric).read_text(encoding="utf-8"))
+            named |= _scorer_files(rubric, "reward.rubric")
     return {key: Path(path) for key, path in named.items() if path and Path(path).exists()}
 
 

@@ -104,6 +104,15 @@ def test_a_file_with_its_length_and_time_is_read_again_only_by_a_replay(recipe: 
         check_replayed_model(recipe, recipe.folder)
 
 
+def test_a_rubric_that_is_missing_or_unusable_is_left_to_the_reward_service(recipe: Recipe, redis_url: str) -> None:
+    rubric = Path(recipe.reward.rubric)
+    rubric.write_text("[[")
+    assert "reward.rubric" in input_paths(recipe)
+    rubric.unlink()
+    join_run(recipe, redis_url, "feed")
+    assert recorded_inputs(recipe.folder).keys() == {"data.train_file"}
+
+
 def test_a_run_without_a_record_is_resumed(recipe: Recipe, redis_url: str) -> None:
     begin(recipe, Buffer(redis_url, recipe.run.run_id))
     (recipe.folder / INPUTS_FILE).unlink()
