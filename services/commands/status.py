@@ -49,7 +49,7 @@ def show_status(folder: Path, console: Console, *, watch: bool) -> int:
 
 def show_running(place: ControllerPlace, console: Console) -> None:
     """Prints what the controller knows. Raises UnavailableError if it does not answer."""
-    console.print(_status_view(ask_controller(place)))
+    console.print(_status_view(ask_controller(place)), crop=False)
 
 
 def watch_running(place: ControllerPlace, console: Console) -> None:
@@ -63,7 +63,7 @@ def watch_running(place: ControllerPlace, console: Console) -> None:
                 with suppress(DeadlineError), place.stub() as stub:
                     for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
                         if live is None:
-                            console.print(_status_view(last))
+                            console.print(_status_view(last), crop=False)
                         else:
                             live.update(_status_view(last), refresh=True)
                         if last.ended:
