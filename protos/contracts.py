@@ -12,6 +12,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 # Not in types.py, because scoring processes and clients do not load numpy, which starts threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
 
+FAULT = "fault/"
+"""Prefix of a component of the breakdown: the answer got the worst score because it made its scorer fail. The reason
+follows: `fault/timeout`.
+"""
+
+
+def is_fault(component: str) -> bool:
+    """Whether a component of the breakdown, also of a part of a rubric, says that its answer made a scorer fail."""
+    return f"/{FAULT}" in f"/{component}"
+
 
 class ScoreItem(NamedTuple):
     """One answer to score, with verl's field names. A tuple, because a service creates about 100,000 per second."""

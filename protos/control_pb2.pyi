@@ -153,6 +153,14 @@ class ResumeSamplersReply(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class CheckpointRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StopRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -70,6 +70,11 @@ class ControlServiceStub:
                 request_serializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.SerializeToString,
                 response_deserializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.FromString,
                 _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/tandem.v1.ControlService/Checkpoint',
+                request_serializer=tandem_dot_protos_dot_control__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.CheckpointReply.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/tandem.v1.ControlService/Stop',
                 request_serializer=tandem_dot_protos_dot_control__pb2.StopRequest.SerializeToString,
@@ -129,6 +134,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoint(self, request, context):
+        """The trainer writes a checkpoint after the batch at hand, also if it restarts. Replies when the order is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """Ends the run as Ctrl-C does.
         """
@@ -173,6 +185,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.FromString,
                     response_serializer=tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.CheckpointRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.CheckpointReply.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -370,6 +387,33 @@ class ControlService:
             '/tandem.v1.ControlService/Resume',
             tandem_dot_protos_dot_control__pb2.ResumeSamplersRequest.SerializeToString,
             tandem_dot_protos_dot_control__pb2.ResumeSamplersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ControlService/Checkpoint',
+            tandem_dot_protos_dot_control__pb2.CheckpointRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.CheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,

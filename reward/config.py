@@ -22,7 +22,9 @@ class DeclaredScorer(Options):
 
 
 class LimitsConfig(Options):
-    """Resource limits for scoring one answer in a worker process; beyond them the answer is unscored (`limit`)."""
+    """Resource limits for scoring one answer in a worker process; beyond them it has no score (`limit`), or the worst
+    one if it is at fault (docs/reward.md).
+    """
 
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
     """Private memory of a worker process, and of each process that it starts."""
@@ -54,7 +56,9 @@ class RewardConfig(Options):
     num_workers: Annotated[int, Field(ge=1)] = 1
     """Number of worker processes."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 10.0
-    """Longest time for one answer in a worker; after it the answer is unscored (`timeout`), never 0."""
+    """Longest time for one answer in a worker; after it the answer has no score (`timeout`), or the worst one if it is
+    at fault (docs/reward.md).
+    """
     limits: LimitsConfig = LimitsConfig()
     """Further limits for one answer in a worker."""
     environment: tuple[str, ...] = ()

@@ -17,11 +17,12 @@ from typing import NamedTuple
 from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import Score, Scored, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import ScorerError
+from tandem.reward.answer_faults import AnswerFaults
 from tandem.reward.config import RewardConfig
 from tandem.reward.contracts import BatchJudge, Judge
 from tandem.reward.judging import RemoteJudges, judge_each
 from tandem.reward.options.tree import toml_of
-from tandem.reward.registry import ScorerSpec, describe
+from tandem.reward.registry import SCORERS, ScorerSpec, describe
 from tandem.reward.rubric.rubric import Catalogue, Rubric
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
@@ -40,6 +41,9 @@ class _Caller(NamedTuple):
     priority: Priority
     cancellation: CancellationToken
     scheduler: InterpreterScheduler | None
+    settled: Sequence[ScoreItem] | None = None
+    rising: bool = True
+    """Whether a higher score of the present component raises the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class ScoringCore:
         self._remote = RemoteJudges()
         self._compile = lru_cache(MAX_RUBRICS)(self._compiled_for_client)
         self._scheduler = InterpreterScheduler()
+        self._faults = AnswerFaults()
         self._closing = False
         try:
             child_environment(config.environment)  # raises here rather than in a client's call
@@ -96,19 +101,24 @@ class ScoringCore:
         cancellation: CancellationToken | None = None,
         *,
         at_once: bool = False,
+        settled: Sequence[ScoreItem] | None = None,
     ) -> list[Score]:
         """Returns one result per item, in order. Blocks. A bad item raises no error.
 
         `at_once`: scorers of this process run without waiting for a time slice, for an event loop whose request takes
         only a few milliseconds. A cancelled call returns the existing scores, and `CANCELLED` for the other items. They
         leave every queue; one that a worker has begun may run for another second. Network requests are cancelled.
+
+        `settled`: further answers, which have a score. With it, an answer that is itself at fault for having no score
+        gets the worst one (`AnswerFaults`).
         """
         scheduler = None if at_once else self._scheduler
         if rubric.sole is not None:
             return judge_each(rubric.sole, items, priority, cancellation, scheduler)
         if not items:
             return []
-        return self._begin(rubric.rubric, items, _Caller(priority, cancellation or CancellationToken(), scheduler))()
+        caller = _Caller(priority, cancellation or CancellationToken(), scheduler, settled)
+        return self._begin(rubric.rubric, items, caller)()
 
     def scorers(self) -> list[ScorerInfo]:
         """The scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
@@ -251,16 +261,19 @@ class ScoringCore:
                 continue
             part = items if len(numbers) == len(items) else [items[n] for n in numbers]
             source = component.source
+            own = caller._replace(rising=caller.rising == component.rising)
             if isinstance(source, Rubric):
-                wait = self._begin(source, part, caller)
+                wait = self._begin(source, part, own)
             else:
                 remote += source.isolation == "remote"
                 wait = self._begin_scorer(source, part, caller, aside=remote > 1)
+                if caller.settled is not None and source.isolation != "in_process" and not source.grouped:
+                    wait = partial(self._decided, source, part, own, wait)
             running.append((number, numbers, wait))
         return running
 
     def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], caller: _Caller, aside: bool) -> Wait:
-        priority, cancellation, scheduler = caller
+        priority, cancellation, scheduler, *_ = caller
         if spec.runs_in_pool:
             pool = self._get_pool()
             request = pool.submit(spec, items, priority)
@@ -279,6 +292,18 @@ class ScoringCore:
         if scheduler is None:
             return partial(judge_all, items)
         return lambda: scheduler.run_each(priority, judge_all, [items])[0]
+
+    def _decided(self, spec: ScorerSpec, items: Sequence[ScoreItem], caller: _Caller, wait: Wait) -> list[Score]:
+        def ask(again: Sequence[ScoreItem]) -> list[Score]:
+            if not spec.runs_in_pool:
+                return self._remote.begin(spec, again, caller.priority, caller.cancellation, False)()
+            pool = self._get_pool()
+            requests = [pool.submit(spec, [item], caller.priority, fresh=True) for item in again]
+            return [score for request in requests for score in request.wait()]
+
+        outside = not spec.runs_in_pool or spec.scorer not in SCORERS
+        settled = caller.settled or ()
+        return self._faults.decide(spec.key, items, wait(), ask, settled=settled, outside=outside, rising=caller.rising)
 
 
 def validate(config: RewardConfig) -> Rubric:

@@ -20,6 +20,7 @@ from tandem.protos.extras import missing_extra_named
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 P = ParamSpec("P")
 
@@ -37,6 +38,13 @@ def console() -> Console:
 def print_line(console: Console, line: str) -> None:
     """Prints lines as they are, but for control characters: without markup, highlights and line breaks."""
     console.print(escaped(line, "\n"), markup=False, highlight=False, soft_wrap=True)
+
+
+def plain(text: str) -> Text:
+    """Lines for a rich view as they are, but for control characters: without markup and line breaks."""
+    from rich.text import Text
+
+    return Text(escaped(text, "\n"), no_wrap=True, overflow="ignore")
 
 
 def print_text(line: str) -> None:

@@ -99,6 +99,12 @@ class Component:
         """Whether the component scores items of this data source."""
         return self.data_sources is None or any(fnmatchcase(data_source, one) for one in self.data_sources)
 
+    @property
+    def rising(self) -> bool:
+        """Whether a higher score of its source raises the reward."""
+        (low, high), (new_low, new_high) = self.scale or ((0.0, 1.0), (0.0, 1.0))
+        return (self.weight < 0) == ((low < high) != (new_low < new_high))
+
     def normalised(self, value: float) -> float:
         """Maps the value to the component's scale."""
         if self.scale is not None:

@@ -31,6 +31,8 @@ _MIN_SECONDS = 0.1  # a test with less time left fails
 _SETTLE_SECONDS = 0.2  # wait after a sandbox died: if its launcher died, its other sandboxes end a moment later
 _TEST_GRACE_SECONDS = 2.0  # so that a test outlives the answer that it calls, and detects its end
 _MAX_REPLY_BYTES = 8 << 20  # of a function's result as text
+NO_DATA = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
+"""What decoding and comparing a function's result may raise."""
 _NO_OBJECT = object()  # placeholder for an object that is not data; equal to no value
 
 
@@ -146,8 +148,8 @@ class Trial:
         try:
             got = wire.decode(reply["value"], lambda _: _NO_OBJECT)
             right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "wrong"  # the answer wrote to the socket itself, or returned an endless structure
+        except NO_DATA:
+            return "wrong"  # the answer wrote to the socket itself, or returned what nothing can equal
         return "passed" if right else "wrong"
 
     def _try_statements(self, test: StatementTest, limits: Limits) -> Verdict:

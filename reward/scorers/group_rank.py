@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.answer_faults import AnswerFaults
 from tandem.reward.contracts import Judge, RemoteJudge, Scorer
 from tandem.reward.registry import SCORERS, make_scorer
 from tandem.reward.scheduling.priority_queue import Priority
@@ -20,7 +22,8 @@ class GroupRank(Scorer):
     half.
 
     Use it for a reward model whose scale drifts or has no meaning. The other scorer's own value is in the breakdown as
-    `value`. Answers that it leaves unscored keep their reason, and the others are ranked without them.
+    `value`. Answers that it leaves unscored keep their reason, and the others are ranked without them; an answer that
+    is itself at fault for that, e.g. too long for the model, shares the last place.
 
     Example:
         >>> ranks = GroupRank(scorer="numeric", arguments={"tolerance": 0.5})
@@ -30,6 +33,7 @@ class GroupRank(Scorer):
         >>> ranks.close()
     """
 
+    VERSION = "2"
     ISOLATION = "remote"
     GROUPED = True
 
@@ -38,6 +42,7 @@ class GroupRank(Scorer):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of that scorer."""
     _judge: Scorer = PrivateAttr()
+    _faults: AnswerFaults = PrivateAttr(default_factory=AnswerFaults)
 
     def model_post_init(self, context: object, /) -> None:
         kind = SCORERS.get(self.scorer)
@@ -54,7 +59,10 @@ class GroupRank(Scorer):
         groups = split_groups(items, scores)
         values = iter(self._values([items[number] for numbers in groups for number in numbers], priority))
         for numbers in groups:
-            for number, score in zip(numbers, ranked([next(values) for _ in numbers]), strict=True):
+            answers = [items[number] for number in numbers]
+            ask = partial(self._values, priority=priority)
+            decided = self._faults.decide(self.scorer, answers, [next(values) for _ in numbers], ask)
+            for number, score in zip(numbers, ranked(decided), strict=True):
                 scores[number] = score
         return scores
 

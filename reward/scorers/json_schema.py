@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Self
 
 from pydantic import Field, model_validator
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import FAULT, Score, Scored, ScoreItem, Unscored
 from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
@@ -33,13 +33,15 @@ class JsonSchema(Scorer):
     The schema is a parameter or the item's ground truth (an object, or its JSON text), of draft 2020-12 unless
     `$schema` names another. Formats (`date`, `uri`) are not enforced. References resolve within the schema and to the
     drafts, never over the network. A pattern may backtrack forever, so this scorer runs in a worker process. JSON
-    nested deeper than 100 levels and numbers of more than 4,000 digits are unscored (`limit`).
+    nested deeper than 100 levels and numbers of more than 4,000 digits score as no JSON does, with `fault/limit` in the
+    breakdown.
 
     Example:
         >>> JsonSchema(schema='{"type": "object", "required": ["city"]}').judge(ScoreItem("", '{"city": "Oslo"}', None))
         Scored(value=1.0, breakdown={'json': 1.0})
     """
 
+    VERSION = "2"
     ISOLATION = "worker"
     PRELOAD = ("jsonschema",)
 
@@ -75,8 +77,8 @@ class JsonSchema(Scorer):
             return Scored(0.0, {"json": 0.0})
         try:
             value = _read(text)
-        except _BeyondError as error:
-            return Unscored("limit", f"the answer's JSON {error}")
+        except _BeyondError:
+            return Scored(min(0.0, self.format_score), {"json": 0.0, f"{FAULT}limit": 1.0})
         except ValueError:
             return Scored(0.0, {"json": 0.0})
         return self._validated(validator, value)

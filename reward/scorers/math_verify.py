@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import FAULT, Score, Scored, ScoreItem, Unscored
 from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.values import accepted_texts, last_boxed, unusable
@@ -25,7 +25,8 @@ _MAX_TERMS = 1e6
 
 _BRACKET = re.compile(r"[({\[]|[)}\]]")
 _LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
-_RESOURCE_ERRORS = (RecursionError, MemoryError, OverflowError)
+_TOO_LARGE = (RecursionError, OverflowError)
+_BEYOND = Scored(0.0, {"answered": 1.0, f"{FAULT}limit": 1.0})
 
 
 class MathVerify(Scorer):
@@ -33,15 +34,16 @@ class MathVerify(Scorer):
 
     The math-verify library finds the last final answer of the text (after "final answer is", in a box, in LaTeX, or a
     plain number) and compares it with sympy. Both may run forever, so this scorer runs in a worker process. Expressions
-    that could exhaust stack or memory are unscored (`limit`): nesting deeper than 30, numbers of more than 1,000
-    digits, powers and factorials of more than 131,072 bits, products of more than a million terms. The ground truth is
-    LaTeX without dollar signs, or text with a box.
+    that could exhaust stack or memory score 0, with `fault/limit` in the breakdown: nesting deeper than 30, numbers of
+    more than 1,000 digits, powers and factorials of more than 131,072 bits, products of more than a million terms. The
+    ground truth is LaTeX without dollar signs, or text with a box.
 
     Example:
         >>> MathVerify().judge(ScoreItem("", r"Therefore $x = \boxed{0.5}$", r"\frac{1}{2}"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
+    VERSION = "2"
     ISOLATION = "worker"
     PRELOAD = ("math_verify",)
 
@@ -63,12 +65,14 @@ class MathVerify(Scorer):
         box = last_boxed(item.solution)
         if box is None and self.extraction == "boxed":
             return Scored(0.0, {"answered": 0.0})
-        if box is not None and (limit := _text_limit(box)):
-            return Unscored("limit", f"the answer {limit}")
+        if box is not None and _text_too_large(box):
+            return _BEYOND
         text = f"\\boxed{{{box}}}" if self.extraction == "boxed" else item.solution
         try:
             return self._compared(golds, text)
-        except _RESOURCE_ERRORS as error:
+        except MemoryError:
+            raise  # a fresh worker process finds out whether this answer needs too much
+        except _TOO_LARGE as error:
             return Unscored("limit", f"math-verify: {_one_line(error)}")
         except Exception as error:  # sympy's own, on an expression nobody has tried yet
             return Unscored("crashed", f"math-verify: {_one_line(error)}")
@@ -79,12 +83,12 @@ class MathVerify(Scorer):
         plain = () if self.extraction == "boxed" else (ExprExtractionConfig(),)
         answer, source = _read(text, (*plain, LatexExtractionConfig()))
         if answer is None:
-            limit = source and (_text_limit(source) or _reading_limit(source))
-            return Unscored("limit", f"the answer {limit}") if limit else Scored(0.0, {"answered": float(source != "")})
+            beyond = source and (_text_too_large(source) or _too_large_to_read(source))
+            return _BEYOND if beyond else Scored(0.0, {"answered": float(source != "")})
         if any(gold == answer or written == source for gold, written in golds):
             return Scored(1.0, {"answered": 1.0})
-        if limit := _text_limit(source) or _size_limit(answer):
-            return Unscored("limit", f"the answer {limit}")
+        if _text_too_large(source) or _value_too_large(answer):
+            return _BEYOND
         if type(answer).__name__ in ("NaN", "ComplexInfinity"):
             return Scored(0.0, {"answered": 1.0})  # 1/0 equals nothing; the library refuses to compare it
         return Scored(float(any(self._same(gold, answer) for gold, _ in golds)), {"answered": 1.0})
@@ -105,13 +109,13 @@ def _gold(text: str) -> tuple[object, str]:
 
     text = text.rpartition("####")[2].strip()
     boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
-    if _text_limit(text):
+    if _text_too_large(text):
         return None, ""
     try:
         gold, written = _read(boxed, (LatexExtractionConfig(),))
-    except _RESOURCE_ERRORS:
+    except _TOO_LARGE:
         return None, ""
-    return (None, "") if gold is None or _size_limit(gold) else (gold, written)
+    return (None, "") if gold is None or _value_too_large(gold) else (gold, written)
 
 
 def _read(text: str, wanted: Sequence[object]) -> tuple[object, str]:
@@ -127,38 +131,39 @@ def _read(text: str, wanted: Sequence[object]) -> tuple[object, str]:
     return meaning, next((one for one in found if isinstance(one, str)), "")
 
 
-def _text_limit(text: str) -> str:
+def _text_too_large(text: str) -> bool:
+    """Whether a text has a number that is too long, or is nested too deeply."""
     if _LONG_NUMBER.search(text):
-        return f"has a number of more than {_MAX_DIGITS} digits"
+        return True
     depth = 0
     for match in _BRACKET.finditer(text):
         depth += 1 if match[0] in "({[" else -1
         if depth > _MAX_DEPTH:
-            return f"is nested deeper than {_MAX_DEPTH}"
-    return ""
+            return True
+    return False
 
 
-def _reading_limit(latex: str) -> str:
-    """Why LaTeX could not be parsed, "" if it is not mathematics: parses it again, as the library does not say it."""
+def _too_large_to_read(latex: str) -> bool:
+    """Whether LaTeX is mathematics that is too large to be parsed. Parses it again, as the library does not say it."""
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
 
     try:
         latex2sympy(latex, is_real=True, convert_degrees=False, normalization_config=None)
-    except _RESOURCE_ERRORS as error:
-        return f"is more than sympy reads: {_one_line(error)}"
+    except _TOO_LARGE:
+        return True
+    except MemoryError:
+        raise
     except Exception:  # the parser's own; text that is no mathematics raises all kinds of things
-        return ""
-    return ""
+        return False
+    return False
 
 
-def _size_limit(expression: object) -> str:
+def _value_too_large(expression: object) -> bool:
     try:
         bits, terms = _size(expression)
     except (OverflowError, RecursionError):
-        return "is too large to be worked out"
-    if bits > _MAX_BITS:
-        return f"has a value of more than {_MAX_BITS:.0f} bits"
-    return f"has more than {_MAX_TERMS:.0f} terms when multiplied out" if terms > _MAX_TERMS else ""
+        return True
+    return bits > _MAX_BITS or terms > _MAX_TERMS
 
 
 def _is_exact(expression: object) -> bool:

@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Annotated
 
 from pydantic import Field
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import FAULT, Score, Scored, ScoreItem, Unscored
 from tandem.reward.endpoints.chat_endpoint import ChatEndpoint
 from tandem.reward.endpoints.endpoint import EndpointSession
 from tandem.reward.text.judge_text import ITEM_NAMES, PromptTemplate, VerdictReader
@@ -43,7 +43,9 @@ class Pairwise(ChatEndpoint):
     A group is the items of one call with the same `group`; an answer alone in it is unscored (`invalid_input`). Each
     pair is shown twice, the second time with the answers swapped, and the mean of both verdicts counts. So a judge that
     only prefers a position yields a tie. Answers with the same text are a tie without being shown. If a comparison
-    fails, both answers of the pair are unscored with its reason; the other answers of the group are not affected.
+    fails, both answers of the pair are unscored with its reason; the other answers of the group are not affected. An
+    answer is itself at fault, and loses every comparison, if the judge's verdict could not be read or the endpoint
+    refused the request in all of its comparisons, while others of the group succeeded.
 
     Example:
         >>> judge = Pairwise(base_url="http://127.0.0.1:8000/v1", model="judge")
@@ -52,6 +54,7 @@ class Pairwise(ChatEndpoint):
         >>> judge.close()
     """
 
+    VERSION = "2"
     GROUPED = True
 
     template: str = TEMPLATE
@@ -94,7 +97,8 @@ class Pairwise(ChatEndpoint):
         results = await asyncio.gather(
             *(self._compare(session, answers[i], answers[j], (seed, i, j)) for i, j in pairs)
         )
-        for number, score in zip(numbers, win_rates(len(answers), pairs, results), strict=True):
+        unseen = {(i, j) for i, j in pairs if answers[i].solution == answers[j].solution}
+        for number, score in zip(numbers, win_rates(len(answers), pairs, results, unseen), strict=True):
             scores[number] = score
 
     async def _compare(
@@ -143,18 +147,42 @@ def choose_pairs(count: int, opponents: int, seed: int) -> list[Pair]:
     return [(min(pair), max(pair)) for pair in pairs]
 
 
-def win_rates(count: int, pairs: Sequence[Pair], results: Sequence[float | Unscored]) -> list[Score]:
-    """The mean value of each answer's pairs. A result is the value of its pair for the first of the two."""
+def win_rates(
+    count: int, pairs: Sequence[Pair], results: Sequence[float | Unscored], unseen: Collection[Pair] = ()
+) -> list[Score]:
+    """The mean value of each answer's pairs. A result is the value of its pair for the first of the two. The judge has
+    not seen the pairs in `unseen`.
+    """
+    at_fault = _at_fault({pair: one for pair, one in zip(pairs, results, strict=True) if pair not in unseen})
     worth: list[list[float]] = [[] for _ in range(count)]
     failed: dict[int, Unscored] = {}
     for pair, result in zip(pairs, results, strict=True):
-        if isinstance(result, Unscored):
-            for number in pair:
-                failed.setdefault(number, result)
-        else:
+        if not isinstance(result, Unscored):
             worth[pair[0]].append(result)
             worth[pair[1]].append(1.0 - result)
-    return [failed[n] if n in failed else Scored(sum(worth[n]) / len(worth[n])) for n in range(count)]
+            continue
+        for number, other in (pair, pair[::-1]):
+            if other in at_fault:
+                worth[number].append(1.0)
+            else:
+                failed.setdefault(number, result)
+    fates: dict[int, Score] = {**failed, **at_fault}
+    return [fates[n] if n in fates else Scored(sum(worth[n]) / len(worth[n])) for n in range(count)]
+
+
+def _at_fault(results: Mapping[Pair, float | Unscored]) -> dict[int, Scored]:
+    """The scores of the answers whose comparisons all failed by their content, if other comparisons succeeded."""
+    if all(isinstance(result, Unscored) for result in results.values()):
+        return {}
+    reasons: defaultdict[int, set[str]] = defaultdict(set)
+    for pair, result in results.items():
+        for number in pair:
+            reasons[number].add(result.reason if isinstance(result, Unscored) else "")
+    return {
+        number: Scored(0.0, {f"{FAULT}{min(found)}": 1.0})
+        for number, found in reasons.items()
+        if found <= {"crashed", "invalid_input"}
+    }
 
 
 def _turned(result: float | Unscored) -> float | Unscored:

@@ -177,10 +177,15 @@ def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge |
     return FunctionJudge(function, dict(arguments))
 
 
-def source_version(path: str) -> str:
-    """The version of a function: the beginning of the SHA-256 of its file alone; "" without a file. Imports nothing."""
+def source_file(path: str) -> Path | None:
+    """The file of a function's module; None if it cannot be found. Imports nothing."""
     place = path.rpartition(":")[0]
-    file = Path(place) if place.endswith(".py") else _file_of(place)
+    return Path(place) if place.endswith(".py") else _file_of(place)
+
+
+def source_version(path: str) -> str:
+    """The version of a function: the beginning of the SHA-256 of its file alone; "" without a file."""
+    file = source_file(path)
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:_VERSION_CHARACTERS] if file is not None else ""
     except OSError:

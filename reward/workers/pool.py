@@ -56,9 +56,11 @@ class ScorerPool:
         if request.refusal:
             raise ScorerError(request.refusal)
 
-    def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority) -> Request:
-        """Starts scoring; `Request.wait` returns the scores."""
-        request = Request(spec, items, priority, self._check)
+    def submit(
+        self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority, *, fresh: bool = False
+    ) -> Request:
+        """Starts scoring; `Request.wait` returns the scores. `fresh`: in a process that has judged nothing yet."""
+        request = Request(spec, items, priority, self._check, fresh=fresh)
         with self._work:
             if self.closing:
                 request.end(CLOSING.detail)
@@ -260,7 +262,7 @@ class WorkerThread(threading.Thread):
     def _judge(self, request: Request, lines: Sequence[bytes], numbers: Sequence[int] = ()) -> tuple[Outcome, bool]:
         """The outcome, and whether the process was fresh."""
         try:
-            process = self._living(request.spec.preload)
+            process = self._living(request.spec.preload, fresh=request.fresh)
         except OSError as error:
             return Outcome(end="refused", reason=Unscored("infrastructure", str(error))), True
         fresh = process.num_judged == 0
@@ -272,9 +274,9 @@ class WorkerThread(threading.Thread):
                 self._living(request.spec.preload)  # a replacement is ready before it is needed
         return outcome, fresh and not outcome.answers
 
-    def _living(self, preload: Sequence[str]) -> WorkerProcess:
-        """This thread's process, replaced if it died. Raises OSError if none can be started."""
-        if self._process is not None and self._process.alive:
+    def _living(self, preload: Sequence[str], *, fresh: bool = False) -> WorkerProcess:
+        """This thread's process, replaced if it died or is not `fresh`. Raises OSError if none can be started."""
+        if self._process is not None and self._process.alive and not (fresh and self._process.num_judged):
             return self._process
         if self._process is not None:
             self._process.close()

@@ -26,9 +26,17 @@ class Request:
     """The items of one call. Whoever changes `todo`, `scores` or `queued` holds the lock of the pool."""
 
     def __init__(
-        self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority, check: Callable[[], None]
+        self,
+        spec: ScorerSpec,
+        items: Sequence[ScoreItem],
+        priority: Priority,
+        check: Callable[[], None],
+        *,
+        fresh: bool = False,
     ) -> None:
         self.spec, self.items, self.priority = spec, items, priority
+        self.fresh = fresh
+        """Whether a process that has judged nothing yet judges it."""
         self.scores: list[Score | None] = [None] * len(items)
         self.todo: deque[tuple[int, ...]] = deque(_units(spec, items, range(len(items))))
         self.queued = True

@@ -13,6 +13,8 @@ ALL = "*"
 SamplerOrder = Literal["paused", "standby", "left"]
 """They claim no prompts: until they are resumed, while more samplers run than are ordered, or because they leave."""
 
+_CHECKPOINT = "checkpoint_wanted"
+
 
 class ReplicaOrder(NamedTuple):
     """The ordered number of replicas of a service."""
@@ -76,3 +78,17 @@ class Orders:
     def order_samplers(self, owner: str, order: SamplerOrder, samplers: Iterable[str]) -> None:
         """From now on the order applies to these samplers only."""
         self._connection.run("order", owner, order, *sorted(samplers))
+
+    def order_checkpoint(self, owner: str) -> None:
+        """The trainer is to write a checkpoint."""
+        self._connection.run("order", owner, _CHECKPOINT, "wanted")
+
+    def checkpoint_wanted(self) -> bool:
+        """Whether a checkpoint was ordered and is not written yet."""
+        redis, key = self._connection.redis, self._connection.key(_CHECKPOINT)
+        return bool(self._connection.retried(lambda: redis.exists(key)))
+
+    def checkpoint_written(self) -> None:
+        """Ends the order of a checkpoint, if there is one."""
+        redis, key = self._connection.redis, self._connection.key(_CHECKPOINT)
+        self._connection.retried(lambda: redis.delete(key))

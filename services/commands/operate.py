@@ -1,4 +1,4 @@
-"""`tandem status`, `scale`, `pause`, `resume`, `drain` and `stop`: calls of a run's controller.
+"""`tandem status`, `scale`, `pause`, `resume`, `drain`, `checkpoint` and `stop`: calls of a run's controller.
 
 Imports nothing heavy up here, for `--help` loads it.
 """
@@ -20,6 +20,7 @@ _SECONDS = 100.0  # the launcher may have to start containers
 _MOST_REPLICAS = 10_000  # fits into the message; a machine holds far fewer
 
 RunArgument = Annotated[str | None, argument(metavar="RUN", help="A run folder. Default: the newest one under runs/.")]
+OneRun = Annotated[str | None, argument(metavar="RUN", help="The run folder.")]
 RunAndSampler = Annotated[
     list[str] | None, argument(metavar="RUN [SAMPLER]", help="The run folder, and a sampler such as rollout-0.")
 ]
@@ -34,19 +35,23 @@ Address = Annotated[
 
 @operate_app.command(short_help="Show what a run is doing, or did.")
 @command
-def status(run_folder: RunArgument = None, address: Address = "") -> int:
+def status(
+    run_folder: RunArgument = None,
+    address: Address = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew with each change, until the run ends.")] = False,
+) -> int:
     """Shows the services of a running run and where its groups are; of a finished one, its summary.
 
-    Example: tandem status runs/demo
+    Example: tandem status runs/demo --watch
     """
     from tandem.services.commands.find_controller import controller_at
-    from tandem.services.commands.status import show_running, show_status
+    from tandem.services.commands.status import show_running, show_status, watch_running
     from tandem.services.run.folder import find_run
 
     if address:
-        show_running(controller_at(address), console())
+        (watch_running if watch else show_running)(controller_at(address), console())
         return 0
-    return show_status(find_run(run_folder), console())
+    return show_status(find_run(run_folder), console(), watch=watch)
 
 
 @operate_app.command(short_help="Change the number of a running run's samplers.")
@@ -127,11 +132,26 @@ def drain(words: RunAndSampler = None, address: Address = "") -> int:
     return 0
 
 
+@operate_app.command(short_help="Let the trainer write a checkpoint.")
+@command
+def checkpoint(run_folder: OneRun = None, address: Address = "") -> int:
+    """Lets the trainer write a checkpoint after the batch at hand, whatever trainer.checkpoint_every says. If it
+    restarts before, it writes one after its start.
+
+    Example: tandem checkpoint runs/mine
+    """
+    from tandem.protos import control_pb2
+
+    place, _ = _place([run_folder] if run_folder else [], address)
+    with place.stub() as stub:
+        stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=_SECONDS)
+    print_line(console(), "the trainer writes a checkpoint after the batch at hand")
+    return 0
+
+
 @operate_app.command(short_help="Stop a running run.")
 @command
-def stop(
-    run_folder: Annotated[str | None, argument(metavar="RUN", help="The run folder.")] = None, address: Address = ""
-) -> int:
+def stop(run_folder: OneRun = None, address: Address = "") -> int:
     """Stops a run, as Ctrl-C does where it was started. It can be resumed.
 
     Example: tandem stop runs/mine

@@ -20,6 +20,7 @@ from tandem.protos.manifest import weights_digest
 from tandem.services.command_line import print_text, run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
+from tandem.services.run.inputs import check_replayed_model
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
@@ -36,6 +37,7 @@ def main(folder: Path) -> int:
     """Replays a run on all its ranks. Returns 0 for equal weights, else 1. Raises UserError for unusable files."""
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
+    check_replayed_model(recipe, folder)
     _check_export(folder / HF_FOLDER)
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
     if num_ranks > 1 and "RANK" not in os.environ:  # all on this machine, even if the run used several

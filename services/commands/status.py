@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
 from tandem.protos import control_pb2
-from tandem.protos.errors import EnvironmentLackError
+from tandem.protos.errors import DeadlineError, EnvironmentLackError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
-from tandem.services.command_line import cell, print_line
+from tandem.services.command_line import cell, plain, print_line
 from tandem.services.commands.find_controller import ControllerPlace, controller_of
 from tandem.services.config import load_resolved
 from tandem.services.run.folder import (
@@ -29,21 +30,51 @@ from tandem.services.run.folder import (
 )
 
 RPC_SECONDS = 5.0
+_WATCH_SECONDS = 3600.0  # of one call; then another one follows
 
 
-def show_status(folder: Path, console: Console) -> int:
-    """Prints a running run's services and groups, or a stopped run's summary."""
+def show_status(folder: Path, console: Console, *, watch: bool) -> int:
+    """Prints a running run's services and groups, with `watch` until it ends; or a stopped run's summary."""
     place = controller_of(folder)
-    if place is None:
-        _show_stopped(folder, console)
-    else:
+    if place is not None and watch:
+        watch_running(place, console)
+        if controller_of(folder) is None:
+            _show_stopped(folder, console)
+    elif place is not None:
         show_running(place, console)
+    else:
+        _show_stopped(folder, console)
     return 0
 
 
 def show_running(place: ControllerPlace, console: Console) -> None:
     """Prints what the controller knows. Raises UnavailableError if it does not answer."""
-    status = ask_controller(place)
+    console.print(_status_view(ask_controller(place)), crop=False)
+
+
+def watch_running(place: ControllerPlace, console: Console) -> None:
+    """Shows what the controller knows, anew with each change, until the run or the controller ends: on a terminal in
+    place, elsewhere one after the other. Raises UnavailableError if the controller does not answer at all.
+    """
+    last: control_pb2.StatusReply | None = None
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while last is None or not last.ended:
+            try:
+                with suppress(DeadlineError), place.stub() as stub:
+                    for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
+                        if live is None:
+                            console.print(_status_view(last), crop=False)
+                        else:
+                            live.update(_status_view(last), refresh=True)
+                        if last.ended:
+                            break
+            except UnavailableError:
+                if last is None:
+                    raise
+                return
+
+
+def _status_view(status: control_pb2.StatusReply) -> Group:
     head = ("service", "state", "pid", "restarts", "version", "address", "doing")
     table = Table(*head, box=None, header_style="bold", pad_edge=False)
     for one in status.services:
@@ -54,15 +85,15 @@ def show_running(place: ControllerPlace, console: Console) -> None:
             *(version, cell(one.address or "–"), cell(one.activity)),
         )
     state = status.ended or "running"
-    print_line(console, f"run {status.run_id} in {status.run_dir}: {state}, launcher {status.launcher}\n")
-    console.print(table)
     wanted = ", ".join(f"{service}={number}" for service, number in sorted(status.desired_replicas.items()))
-    print_line(console, f"\nordered: {wanted}\n")
-    for warning in status.warnings:
-        print_line(console, f"warning: {warning}\n")
-    for decision in status.decisions[-3:]:
-        print_line(console, decision_line(decision))
-    _show_counts(status.counts, console)
+    return Group(
+        plain(f"run {status.run_id} in {status.run_dir}: {state}, launcher {status.launcher}\n"),
+        table,
+        plain(f"\nordered: {wanted}\n"),
+        *(plain(f"warning: {warning}\n") for warning in status.warnings),
+        *(plain(decision_line(decision)) for decision in status.decisions[-3:]),
+        _counts_table(status.counts),
+    )
 
 
 def decision_line(decision: control_pb2.StatusReply.Decision) -> str:
@@ -138,9 +169,13 @@ def _show_stopped(folder: Path, console: Console) -> None:
 
 
 def _show_counts(counts: Mapping[str, int], console: Console) -> None:
+    console.print(_counts_table(counts))
+
+
+def _counts_table(counts: Mapping[str, int]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     for name, count in counts.items():
         table.add_row(cell(name), str(count))
-    console.print(table)
+    return table

@@ -147,6 +147,12 @@ class Controller(AbstractContextManager["Controller"]):
         log.info("resumed: %s", ", ".join(samplers))
         return [one for one in samplers if one in paused]
 
+    def checkpoint(self) -> None:
+        """Lets the trainer write a checkpoint after the batch at hand."""
+        with self._one_at_a_time:
+            self.orders.order_checkpoint(self._lease.owner)
+        log.info("the trainer is to write a checkpoint")
+
     def stop(self) -> None:
         """Ends the run."""
         log.info("the run is to stop")

@@ -99,6 +99,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         names = await asyncio.to_thread(self.controller.resume, request.name)
         return control_pb2.ResumeSamplersReply(names=names)
 
+    async def Checkpoint(self, request: control_pb2.CheckpointRequest, context: Context) -> control_pb2.CheckpointReply:
+        await asyncio.to_thread(self.controller.checkpoint)
+        return control_pb2.CheckpointReply()
+
     async def Stop(self, request: control_pb2.StopRequest, context: Context) -> control_pb2.StopReply:
         await asyncio.to_thread(self.controller.stop)
         return control_pb2.StopReply()

@@ -47,6 +47,7 @@ from tandem.services.run.folder import (
     resume_command,
     step_taken,
 )
+from tandem.services.run.inputs import record_inputs
 from tandem.services.run.ledger import check_redis_room, create_ledger, forget_run
 from tandem.services.run.placement import starts_after
 from tandem.services.run.preflight import check_recipe
@@ -96,6 +97,7 @@ def run_recipe(
         lease = stack.enter_context(Lease(buffer, f"{socket.gethostname()}:{recipe.folder.resolve()}"))
         create_ledger(buffer, recipe, resume)
         lease.renew()  # what an earlier run without a batch has left in Redis is gone, and the lease with it
+        record_inputs(recipe, buffer)
         watch = stack.enter_context(RunWatch(recipe, buffer))
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
         processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence

@@ -1,9 +1,10 @@
 """The reward service of a run: claims generated groups, scores them, completes them. The same core answers calls
 (`RewardServicer`) and scores jobs (`JobWorker`).
 
-A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times; one
-whose scorer was unreachable up to `reward.infrastructure_attempts` times, after growing pauses. Then it keeps its
-reason. A group is not completed without a score for its `baseline` row.
+A failure is not a score, unless the answer is at fault (`reward/answer_faults.py`): then it gets the worst one. Any
+other row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times; one whose scorer was
+unreachable up to `reward.infrastructure_attempts` times, after growing pauses. Then it keeps its reason. A group is not
+completed without a score for its `baseline` row.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         if pending:
             if self._rubric.grouped:  # rows are compared with one another, so all are scored again
                 pending = [row for row in rows if not _failed(row)]
-            results = self._core.score(self._rubric, [score_item(group.prompt, row) for row in pending], "ring")
+            scored_before = [row for row in rows if isinstance(progress.scores.get(row.trajectory_id), Scored)]
+            items, settled = ([score_item(group.prompt, row) for row in some] for some in (pending, scored_before))
+            results = self._core.score(self._rubric, items, "ring", settled=settled)
             if held.cancelled.is_set() and any(isinstance(result, Unscored) for result in results):
                 return SHUTDOWN, 0.0
             progress.record(pending, results)

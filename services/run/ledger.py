@@ -12,8 +12,9 @@ from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.estimates import job_bytes, worst_case_redis_bytes
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
+from tandem.services.run.inputs import INPUTS_FILE, join_inputs
 from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
-from tandem.services.run.resume import check_resumable
+from tandem.services.run.resume import FREE, check_resumable
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def forget_run(recipe: Recipe, buffer: Buffer) -> None:
         buffer.delete()
     except TandemError:
         return  # Redis is gone; config.json stays, so that the folder still shows its run
-    for name in (CONFIG_FILE, EVALUATIONS_FILE, EVENTS_FILE):
+    for name in (CONFIG_FILE, INPUTS_FILE, EVALUATIONS_FILE, EVENTS_FILE):
         (recipe.folder / name).unlink(missing_ok=True)
 
 
@@ -61,22 +62,22 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
 
     The feed creates the run if Redis has none with this id; the trainer waits for it. Either saves the recipe in its
     folder, which may be on different machines. Samplers and the reward service do not need the run yet: they wait until
-    there are groups to claim. Raises UserError if the run in Redis has another recipe, Redis cannot hold the run, or
-    the folder holds a run that Redis does not know; UnavailableError if the run was not created within five minutes.
+    there are groups to claim. Raises UserError if the run in Redis has another recipe or other files, Redis cannot hold
+    the run, or the folder holds a run that Redis does not know; UnavailableError if the run was not created within five
+    minutes.
     """
-    if service not in ("feed", "trainer", "controller"):
-        return
     with closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
         if service == "feed":
             _create_or_find(buffer, recipe)
-        else:
+        elif service in ("trainer", "controller"):
             _wait_for_the_feed(buffer)
-            if service == "controller":
-                return
+        if service == "trainer":
             if (recipe.folder / CONFIG_FILE).is_file():
                 check_resumable(recipe)
             else:  # the feed writes into another machine's folder, or has not come that far
                 _save_recipe(recipe)
+        if service != "controller":
+            join_inputs(buffer, recipe, service, FREE)
 
 
 def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:

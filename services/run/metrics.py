@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from tandem.protos.contracts import is_fault
 from tandem.protos.types import RowHeader, TrainBatch, TrajectoryGroup, scored_trajectories
 from tandem.services.config import Recipe
 from tandem.services.metrics.trackers import TrackerThread
@@ -186,17 +187,22 @@ def batch_figures(batch: TrainBatch) -> Line:
 
 
 def group_figures(groups: Iterable[TrajectoryGroup]) -> Line:
-    """Prompt lengths in tokens, and `reward/<component>`: each component's mean over the trajectories that have it."""
+    """Prompt lengths in tokens; `reward/<component>`: each component's mean over the trajectories that have it; and
+    `answers_at_fault`: how many got a worst score because they made a scorer fail.
+    """
     found: defaultdict[str, list[float]] = defaultdict(list)
     prompt_lengths: list[int] = []
+    at_fault = 0
     for group in groups:
         prompt_lengths.append(len(group.prompt.token_ids))
         for row in group.scored_rows:
             if row.trajectory.role == "policy" and row.reward is not None:
+                at_fault += any(is_fault(name) for name in row.breakdown)
                 for name, value in row.breakdown.items():
-                    found[f"reward/{name}"].append(value)
-    lengths = {"prompt_length_mean": float(np.mean(prompt_lengths)), "prompt_length_max": max(prompt_lengths)}
-    return lengths | {name: float(np.mean(found[name])) for name in sorted(found)}
+                    if not is_fault(name):
+                        found[f"reward/{name}"].append(value)
+    figures = {"prompt_length_mean": float(np.mean(prompt_lengths)), "prompt_length_max": max(prompt_lengths)}
+    return figures | {"answers_at_fault": at_fault} | {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
 def percentile_99(counts: Sequence[int] | NDArray[np.generic]) -> int:

@@ -11,6 +11,7 @@ from tandem.protos.errors import ConfigError
 from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
+from tandem.services.run.inputs import check_inputs
 
 _KEYS = {
     # How far sampling runs ahead; the length, unless the learning-rate schedule depends on it.
@@ -53,7 +54,9 @@ def with_zero_stage(recipe: Recipe, *, resume: bool) -> Recipe:
 
 
 def check_resumable(recipe: Recipe) -> None:
-    """Checks that the recipe's folder holds a run that can be resumed with this recipe; raises ConfigError if not."""
+    """Checks that the recipe's folder holds a run that can be resumed with this recipe and the files that it names;
+    raises ConfigError if not.
+    """
     folder = recipe.folder
     config = folder / CONFIG_FILE
     if not config.is_file():
@@ -63,6 +66,7 @@ def check_resumable(recipe: Recipe) -> None:
     before, now = (one.model_dump(mode="json") for one in (load_resolved(config), recipe))
     changes = list(forbidden_changes(before, now))
     if not changes:
+        check_inputs(recipe, FREE)
         return
     key, was, given = changes[0]
     beside = f" (nor {', '.join(change.key for change in changes[1:])})" if changes[1:] else ""

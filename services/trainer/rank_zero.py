@@ -16,6 +16,7 @@ import psutil
 
 from tandem.protos.types import Packing, StepResult, TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.orders import Orders
 from tandem.services.config import Recipe
 from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Step, add_spans
@@ -45,7 +46,7 @@ from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 log = logging.getLogger(__name__)
 
 Order = dict[str, Any]
-"""The next action of every rank: `{"do": "train", "batch": …}`, `wait`, `end` or `stop`."""
+"""The next action of every rank: `{"do": "train", "batch": …}`, `checkpoint`, `wait`, `end` or `stop`."""
 
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
@@ -84,6 +85,7 @@ class RankZero:
     ) -> None:
         self._recipe = recipe
         self._buffer = buffer
+        self._orders = Orders(buffer.connection)
         self._stop = stop
         self._stack = ExitStack()
         self._stack.enter_context(trainer_lock(recipe.folder))
@@ -120,6 +122,8 @@ class RankZero:
             return {"do": "stop"}, None
         if version >= self._recipe.run.total_batches:
             return {"do": "end"}, None
+        if version and self._orders.checkpoint_wanted():
+            return {"do": "checkpoint"}, None
         wanted = self._recipe.run.groups_per_batch
         activity = f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"
         with self._doing(f"waits until version {version} is published" if self._is_publishing else activity):
@@ -209,8 +213,9 @@ class RankZero:
         return "stopped" if self._stop.is_set() else "waits"
 
     def commit(self, version: int) -> None:
-        """Commits the batches of a written checkpoint to the ledger."""
+        """Commits the batches of a written checkpoint to the ledger. Ends an operator's order of one."""
         self._buffer.commit(self.incarnation, version)
+        self._orders.checkpoint_written()
 
     def finish(self) -> None:
         """Ends the run: drops untrained groups with a reason, and writes the summary."""

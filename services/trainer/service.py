@@ -124,6 +124,9 @@ class Trainer:
             if batch is not None:
                 self.train(batch, recorded)
                 self.save_outputs()
+            elif do == "checkpoint":
+                self.wait_until_published()
+                self.save_checkpoint()
         self.wait_until_published()
         return do == "end" and self.finish()
 

@@ -34,7 +34,7 @@ from tests.support.locked_redis import ACL_FILE, LockedRedis, locked_redis, tls_
 
 PASSWORD = "a/p@ss:w?rd#%& of the test"
 CALLED_FROM_PYTHON = {"select", "info", "time", "scan", "evalsha", "script|load", "exists", "unlink"} | {
-    *("get", "set", "mget", "incrby", "del", "hgetall", "blpop", "hscan", "sscan", "zscan"),
+    *("get", "set", "mget", "incrby", "del", "hset", "hsetnx", "hgetall", "blpop", "hscan", "sscan", "zscan"),
 }
 
 

@@ -69,6 +69,7 @@ class ScriptedCore(ScoringCore):
         cancellation: CancellationToken | None = None,
         *,
         at_once: bool = False,
+        settled: Sequence[ScoreItem] | None = None,
     ) -> list[Score]:
         self.batches.append((priority, list(items)))
         return [self._answer_to(item, len(items), cancellation or CancellationToken()) for item in items]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 2
 _LONG_INT_BITS = 4096  # Python refuses to convert much longer integers to decimals
+_MOST_COLLIDING = 1000
 
 
 class Message(NamedTuple):
@@ -100,8 +101,8 @@ def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object
 
 
 def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
-    """Decodes the output of `encode`; raises ValueError, TypeError, KeyError or RecursionError for anything else.
-    `find` returns the object for a tag.
+    """Decodes the output of `encode`; raises ValueError, TypeError, KeyError, RecursionError or OverflowError for
+    anything else. `find` returns the object for a tag.
     """
     if isinstance(value, list):
         return [decode(one, find) for one in value]
@@ -111,7 +112,9 @@ def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
         return find(value)
     ((tag, inner),) = value.items()
     if tag == "dict":
-        return {decode(key, find): decode(one, find) for key, one in inner}
+        pairs = [(decode(key, find), decode(one, find)) for key, one in inner]
+        _check_hashes([key for key, _ in pairs])
+        return dict(pairs)
     if tag == "bytes":
         return inner.encode("latin-1")
     if tag == "complex":
@@ -119,4 +122,15 @@ def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
     if tag == "int":
         return int(inner, 16)
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-    return kinds[tag](decode(inner, find))
+    members = decode(inner, find)
+    if tag != "tuple":
+        _check_hashes(members)
+    return kinds[tag](members)
+
+
+def _check_hashes(members: list[Any]) -> None:
+    """Raises ValueError if many have the hash of another one, as multiples of 2^61 - 1 have: a set of them would take
+    quadratic time, outside the limits of the program that sent them.
+    """
+    if len(members) - len(set(map(hash, members))) > _MOST_COLLIDING:
+        raise ValueError("a set or dictionary whose members have equal hashes")

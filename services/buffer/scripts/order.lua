@@ -1,5 +1,6 @@
 -- ARGV: owner, what, values…
 -- `replicas`: field, value, … of the hash of orders. `paused`, `standby`, `left`: all samplers to which it applies.
+-- `checkpoint_wanted`: a mark.
 local refusal = no_run()
 if refusal then return refusal end
 local WHAT = ARGV[2]

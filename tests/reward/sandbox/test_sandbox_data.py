@@ -9,6 +9,8 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from tandem.reward.sandbox.inside import wire
 from tandem.reward.sandbox.test_cases import ScriptTest, same_output, same_value, spread
+from tandem.reward.sandbox.trial import NO_DATA
 
 
 def test_messages_carry_descriptors_and_end_of_file() -> None:
@@ -79,6 +82,30 @@ def over_the_line(value: object) -> object:
 def test_plain_data_survives_encoding(value: object) -> None:
     came = over_the_line(value)
     assert came == value and type(came) is type(value) and repr(came).count("(") == repr(value).count("(")
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_members_with_equal_hashes_are_refused(kind: Callable[[Iterable[int]], object]) -> None:
+    """A set of n of them takes n² steps, so the scorer would spend hours on an answer that sends many."""
+    few = kind(number * ((1 << 61) - 1) for number in range(900))
+    assert over_the_line(few) == few
+    with pytest.raises(ValueError, match="equal hashes"):
+        over_the_line(kind(number * ((1 << 61) - 1) for number in range(1100)))
+
+
+TAGS = st.sampled_from(["tuple", "set", "frozenset", "dict", "bytes", "complex", "int", "object", "else"])
+LARGE = st.sampled_from([10**400, -(10**4000), 1e308, math.inf, "f" * 5000, "\ud800", "0x"])
+REPLIES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | LARGE,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TAGS, inner, min_size=1, max_size=2),
+    max_leaves=12,
+)
+
+
+@given(reply=REPLIES, wanted=st.sampled_from([1, 1.5, "a", None, [1, 2.0], {"1": 1.0, "a": [2]}, {"(1, 2)": None}]))
+def test_no_reply_of_an_answer_ends_the_scorer(reply: Any, wanted: object) -> None:
+    with suppress(*NO_DATA):
+        same_value(wire.decode(reply, lambda _: object()), wanted, 1e-6)
 
 
 def test_subclasses_of_data_are_decoded_as_their_base_class() -> None:

@@ -75,6 +75,8 @@ def f(x): return 0
     "answers its line by itself": flood('{"value": {"object": 0, "type": "function"}}'),
     "answers with an exit": flood('{"error": "SystemExit", "message": 0}'),
     "answers with no data": flood('{"value": {"dict": [[[], 1]]}}'),
+    "answers with a number that is none": flood('{"value": {"complex": [1' + 400 * "0" + ", 0]}}"),
+    "answers with keys of one hash": "def f(x): return {number * (2**61 - 1): 0 for number in range(20_000)}",
     "reads its line": """
 import os
 def f(x):

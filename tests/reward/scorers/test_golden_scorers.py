@@ -285,8 +285,8 @@ BEYOND |= {text: text for text in ("9**9**9**9", "9^9^9^9", "the answer is 7^7^7
 
 
 @pytest.mark.parametrize("text", BEYOND.values(), ids=BEYOND)
-def test_expressions_that_would_exhaust_stack_or_memory_are_unscored(text: str) -> None:
-    assert refused(MathVerify().judge(item(text, "4")))[0] == "limit"
+def test_expressions_that_would_exhaust_stack_or_memory_score_0(text: str) -> None:
+    assert MathVerify().judge(item(text, "4")) == Scored(0.0, {"answered": 1.0, "fault/limit": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -318,16 +318,10 @@ score = judge.judge(ScoreItem("", *json.loads(sys.argv[1])))
 print(type(score).__name__, score.value if isinstance(score, Scored) else score.reason)
 """
 
-HANGING = {
-    "sines of sines": (r"\sin(" * 12 + "x+2" + ")" * 12, r"\sin(" * 12 + "x+5" + ")" * 12),
-    "a product of powers": ("(x+y+2)^{60}(x-y)^{40}", "(x+y+5)^{60}(x-y)^{40}"),
-}
 
-
-@pytest.mark.parametrize(("latex", "truth"), HANGING.values(), ids=HANGING)
-def test_a_hanging_comparison_gives_no_result_until_its_process_is_killed(latex: str, truth: str) -> None:
+def test_a_hanging_comparison_gives_no_result_until_its_process_is_killed() -> None:
     """Nothing may return a score before the worker's time limit kills the process."""
-    question = json.dumps([f"$\\boxed{{{latex}}}$", truth])
+    question = json.dumps([r"$\boxed{(x+y+2)^{60}(x-y)^{40}}$", "(x+y+5)^{60}(x-y)^{40}"])
     with subprocess.Popen([sys.executable, "-c", _JUDGE_ONE, question], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"0.0\n"
         try:

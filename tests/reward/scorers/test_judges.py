@@ -214,6 +214,16 @@ def test_an_unreadable_verdict_is_not_a_tie() -> None:
     assert [refused(score)[0] for score in scores] == ["crashed"] * 2
 
 
+@pytest.mark.parametrize(("said", "reason"), [(chat("I cannot say"), "crashed"), (Answer(status=400), "invalid_input")])
+def test_an_answer_with_which_no_comparison_succeeds_loses_all_of_them(said: Answer, reason: str) -> None:
+    def answer(asked: Asked) -> Answer:
+        return said if "-1" in shown(asked) else larger_wins(asked)
+
+    scores, _ = compare(answer, [item("1"), item("-1"), item("3"), item("-1")])
+    fault = Scored(0.0, {f"fault/{reason}": 1.0})
+    assert scores == [Scored(2 / 3), fault, Scored(1.0), fault]
+
+
 def test_opponents_limits_the_comparisons_of_each_answer() -> None:
     scores, asked = compare(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
     met = Counter(text for one in asked for text in shown(one))
@@ -278,6 +288,22 @@ def test_group_rank_keeps_the_reasons_of_a_remote_scorer() -> None:
             assert ranks.figures()["remote_requests"] == 5.0
     assert values([score for n, score in enumerate(scores) if n != 1]) == pytest.approx([2 / 3, 0.0, 1 / 3, 1.0])
     assert refused(scores[1])[0] == "infrastructure"
+
+
+def test_an_answer_that_the_other_scorer_refuses_shares_the_last_place_of_its_group() -> None:
+    def answer(asked: Asked) -> Answer:
+        (one,) = asked.body["items"]
+        good = Answer({"results": [{"score": -len(one["solution"])}]})
+        return Answer(status=413) if one["solution"] == "too long" else good
+
+    with (
+        MisbehavingServer(answer) as server,
+        closing(GroupRank(scorer="remote", arguments={"url": server.url})) as ranks,
+    ):
+        scores = ranks.judge_batch([item("a"), item("too long"), item("aaa")])
+        assert ranks.figures()["remote_requests"] == 3 + 1 + 1, "each, the refused one again, and a control"
+    assert values(scores) == [1.0, 0.25, 0.25]
+    assert isinstance(scores[1], Scored) and scores[1].breakdown["fault/invalid_input"] == 1.0
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=10))

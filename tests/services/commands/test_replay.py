@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.errors import DataError, ModelError
+from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.services.commands import replay
 from tandem.services.config import Recipe
 from tandem.services.run.folder import CONFIG_FILE
+from tandem.services.run.inputs import record_inputs
 from tandem.services.run.resume import FREE, forbidden_changes
 from tandem.trainer.batch.record import read_record, record_folder
 from tests.support.redis_ring import running_redis
@@ -26,7 +27,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
     folder = tmp_path_factory.mktemp("replay")
     with running_redis(folder) as url:
         recipe = make_recipe(folder, run={"total_batches": 3}, trainer={"optimizer_steps_per_batch": 2})
-        put_scored(make_run(url, recipe), different_rewards(3 * P))
+        buffer = make_run(url, recipe)
+        record_inputs(recipe, buffer)
+        put_scored(buffer, different_rewards(3 * P))
         assert train(recipe, url)
     yield recipe
 
@@ -87,6 +90,17 @@ def test_truncated_weights_are_named(copied: Path, trained: Recipe, tmp_path: Pa
     with pytest.raises(
         ModelError, match=rf"model.path {model}: model.safetensors .*cut short.*; copy or save it again"
     ):
+        replay.main(copied)
+
+
+def test_another_model_than_the_runs_is_refused(copied: Path, trained: Recipe, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(trained.model.path, tmp_path / "model"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    config = copied / "config.json"
+    config.write_text(config.read_text().replace(trained.model.path, str(model)))
+    size = f"{weights.stat().st_size:,} bytes with SHA-256"
+    with pytest.raises(ConfigError, match=f"^model.path: {weights} was {size} .* in the run of .*, and is {size} "):
         replay.main(copied)
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from tandem.protos import control_pb2
 from tandem.protos.errors import FencedError, NotAdmittedError, RunExistsError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.commands.find_controller import ControllerPlace
+from tandem.services.commands.status import watch_running
 from tandem.services.config import Recipe
 from tandem.services.control import controller as controller_module
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.launcher import StartedByHand
 from tandem.services.rpc.client import translated
+from tandem.services.rpc.tokens import Role
 from tests.services.control.conftest import Served
 from tests.support.redis_ring import SAMPLER, claim, offer, score
-from tests.support.waiting import eventually
+from tests.support.service_wire import token_of
+from tests.support.waiting import eventually, looping
 
 SECONDS = 10.0
 
@@ -70,6 +77,28 @@ def test_a_watcher_sees_the_status_at_once_and_then_its_changes(served: Served) 
     pause(served, "rollout-1")
     assert next(reply for reply in replies if reply.services[2].paused).services[1].paused is False
     replies.cancel()
+
+
+def test_the_command_shows_the_status_until_the_run_ends(served: Served) -> None:
+    said = io.StringIO()
+    place = ControllerPlace(served.buffer.services()["controller"], token_of(served.buffer, Role.read))
+    with looping(lambda _: watch_running(place, Console(file=said, width=200))):
+        eventually(lambda: "rollout-1" in said.getvalue())
+        assert "running, paused" not in said.getvalue()
+        pause(served, "rollout-0")
+        eventually(lambda: "running, paused" in said.getvalue())
+        Orders(served.buffer.connection).end_run("finished")
+        eventually(lambda: ": finished, launcher none" in said.getvalue())
+
+
+def test_a_checkpoint_is_ordered_by_an_operator_only(served: Served) -> None:
+    orders = Orders(served.buffer.connection)
+    served.stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=SECONDS)
+    assert orders.checkpoint_wanted()
+    orders.checkpoint_written()
+    assert not orders.checkpoint_wanted()
+    with pytest.raises(FencedError, match="has another controller now"):
+        orders.order_checkpoint("somebody")
 
 
 def test_a_paused_sampler_claims_nothing_until_it_is_resumed_even_if_it_restarts(served: Served) -> None:

@@ -322,7 +322,12 @@ def test_greedy_answers_have_their_own_figures() -> None:
 
 def test_components_of_the_reward_are_figures() -> None:
     """Only policy rows with a reward count; rows without a component are left out of its mean."""
-    given = [{"format": 1.0, "math": 0.0}, {"format": 0.0}, {"format": 9.0}, {"format": 0.5, "math": 1.0}]
+    given = [
+        {"format": 1.0, "math": 0.0},
+        {"format": 0.0, "math/fault/limit": 1.0, "fault/timeout": 1.0},
+        {"format": 9.0},
+        {"format": 0.5, "math": 1.0},
+    ]
     group = make_group(0, versions=(3,), rewards=(1.0, 0.0, None, 1.0), num_segments=2)
     greedy = make_group(1, versions=(3,), rewards=(1.0, 1.0), baseline=True, num_segments=2)
     rows = [
@@ -338,6 +343,7 @@ def test_components_of_the_reward_are_figures() -> None:
     assert group_figures(groups) == {
         "prompt_length_mean": sum(lengths) / 2,
         "prompt_length_max": max(lengths),
+        "answers_at_fault": 1,
         "reward/format": pytest.approx(0.5),
         "reward/math": pytest.approx(0.5),
     }

@@ -116,15 +116,22 @@ def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batc
     buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(4 * P))
     original, found = Learner.train, []
+    orders, checkpoints = Orders(buffer.connection), []
+    assert orders.hold("operator", 600.0)
 
     def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
         found.append((batch.policy_version, buffer.published_version()))
+        checkpoints.append(sorted(one.name for one in (recipe.folder / "checkpoints").glob("*")))
+        if batch.policy_version == 2:
+            orders.order_checkpoint("operator")
         return original(self, batch, *args, **kwargs)
 
     monkeypatch.setattr(Learner, "train", observed_train)
     assert train(recipe, redis_url)
     assert found == [(1, 0), (2, 1), (3, 2), (4, 3)]
     assert len({line["weights_digest"] for line in lines_of(recipe)}) == 4
+    assert checkpoints == [[], [], ["000002"], ["000002"]], "an ordered checkpoint comes after the batch at hand, once"
+    assert not orders.checkpoint_wanted()
 
 
 def test_no_batch_is_recorded_beyond_the_last_one(tmp_path: Path, redis_url: str) -> None:
