@@ -72,9 +72,11 @@ class Publisher:
         self._thread = Repeated("catch-up", _CHECK_SECONDS, self._catch_up_samplers)
         self._thread.__enter__()
 
-    def publish(self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None) -> Publication:
-        """Sends a version to the samplers and retires the credits of what was trained for it. Without a snapshot, all
-        ranks are in `broadcast` meanwhile. If the manifest has no buckets, the weights did not change, and only the
+    def publish(
+        self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None, group_ids: Sequence[str] = ()
+    ) -> Publication:
+        """Sends a version to the samplers and retires the credits of the groups that it trained. Without a snapshot,
+        all ranks are in `broadcast` meanwhile. If the manifest has no buckets, the weights did not change, and only the
         version's number is sent, to the samplers that have the previous version. One thread at a time may call it.
 
         Raises FencedError if another trainer took over.
@@ -89,7 +91,8 @@ class Publisher:
             if changed and not WeightSender.fetched_by_samplers(self._backend):
                 members = self._gather_group(taking_part)
             acknowledged = self._broadcast(manifest, snapshot, members)
-            self._buffer.publish(self._incarnation, version, [link.sampler for link, _ in acknowledged])
+            samplers = [link.sampler for link, _ in acknowledged]
+            self._buffer.publish(self._incarnation, version, samplers, group_ids)
         finally:
             with self._lock:
                 for link in taking_part:
