@@ -52,12 +52,13 @@ class Takeover(AbstractContextManager["Takeover"]):
     def prepare(self) -> ResumePoint:
         """Checks everything that can keep this trainer from training, and changes nothing.
 
-        Raises RunExistsError if another trainer of the run is alive, unless this one takes over from it; RunFolderError
-        or LedgerError if the folder's records contradict the ledger, ConfigError if they need more ranks.
+        Unless this trainer takes over from another one, raises DeadlineError if that one holds the run folder, and
+        RunExistsError if it answers. Raises RunFolderError or LedgerError if the folder's records contradict the
+        ledger, ConfigError if they need more ranks.
         """
         if not self._hands_over:
-            check_no_other_trainer(self._buffer, self._recipe)
             self._stack.enter_context(trainer_lock(self._recipe.folder))
+            check_no_other_trainer(self._buffer, self._recipe)  # with another folder, or where the lock does not hold
         return self._check()
 
     def fence(self) -> ResumePoint:
