@@ -235,7 +235,7 @@ class Buffer:
         plain id is not checked for restarts. Raises LedgerError if a later version is published, or one of `group_ids`
         is not recorded in this version.
         """
-        groups = (len(group_ids), *_checked_ids(group_ids))
+        groups: list[str | int] = [len(group_ids), *_checked_ids(group_ids)]
         run_to_end(self._trainer.change, "publish", incarnation, version, *groups, *_with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:

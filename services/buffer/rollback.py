@@ -51,8 +51,8 @@ def check_records(connection: Connection, checkpoint_version: int, records: Reco
 def roll_back(run: Run, incarnation: int, checkpoint_version: int, records: Records) -> None:
     """See `Buffer.rollback`."""
     # The last version first, because exactly the trained groups above the published version are outstanding.
-    for version, group_ids in reversed(records.items()):
-        run("restore_batch", incarnation, checkpoint_version, version, *group_ids)
+    for version in sorted(records, reverse=True):
+        run("restore_batch", incarnation, checkpoint_version, version, *records[version])
     run_to_end(run, "end_rollback", incarnation, checkpoint_version, max([checkpoint_version, *records]))
 
 
