@@ -63,6 +63,10 @@ class RunExistsError(UserError, grpc_code="ALREADY_EXISTS"):
     """The run id is in use and `--resume` was not given."""
 
 
+class RunFolderError(UserError, grpc_code="FAILED_PRECONDITION"):
+    """The run folder lacks what the run's ledger says has been trained, or the other way round."""
+
+
 class JobError(UserError, grpc_code="FAILED_PRECONDITION"):
     """The state of a job does not allow the request. The message names the state."""
 
@@ -81,6 +85,10 @@ class UnknownJobError(JobError, grpc_code="NOT_FOUND"):
 
 class FencedError(TandemError, grpc_code="ABORTED"):
     """A lease token or trainer incarnation is no longer current, so the caller's result was refused."""
+
+
+class LostWritesError(FencedError):
+    """Redis has lost writes that it had acknowledged to the caller, which must begin anew from what is on disk."""
 
 
 class NotAdmittedError(TandemError, grpc_code="FAILED_PRECONDITION"):

@@ -104,6 +104,21 @@ def serve(
     run_service_command(lambda: serve_one(service, recipe, overrides or (), replica, launcher))
 
 
+@app.command(short_help="Take a run over from its trainer.")
+def takeover(
+    run_folder: Annotated[Path, argument(metavar="RUN", help="The run folder.")], overrides: Overrides = None
+) -> None:
+    """Runs the trainer of a run here, in place of the one that runs now, perhaps on another machine. That one goes on
+    until this one has loaded and checked everything that it needs. For runs without a supervisor.
+
+    Example: tandem takeover runs/mine
+    """
+    from tandem.services.commands.serve import take_over
+    from tandem.services.run.folder import find_run
+
+    run_service_command(lambda: take_over(find_run(str(run_folder)), overrides or ()))
+
+
 @app.command(short_help="Fine-tune a model before a run.")
 @command
 def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:

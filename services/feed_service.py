@@ -62,6 +62,8 @@ class PromptStream:
         self._seed = recipe.run.seed
         self._shuffle = recipe.data.shuffle
         self._end = recipe.data.max_epochs * len(self._dataset) if recipe.data.max_epochs else None
+        self.position = position
+        """The position after the last group that was taken by `advance`."""
         self._next = position
         self._ready: deque[PreparedGroup] = deque()
 
@@ -97,7 +99,12 @@ class PromptStream:
 
     def advance(self, num_groups: int) -> None:
         for _ in range(num_groups):
-            self._ready.popleft()
+            self.position = self._ready.popleft().position + 1
+
+    def move(self, position: int) -> None:
+        """Goes on at another position."""
+        self._ready.clear()
+        self.position = self._next = position
 
     def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
         number = self._dataset.locate(index, epoch)
@@ -140,6 +147,11 @@ class Feed:
 
     def _admit(self, admission: Admission) -> bool:
         """Admits as many groups as possible now. Returns False if it has to wait."""
+        if admission.cursor != self._stream.position:
+            words = "the saved position is %d, not %d: admits from there"
+            log.warning(words, admission.cursor, self._stream.position)
+            self._stream.move(admission.cursor)
+            self._exhausted = ""
         if admission.wanted <= 0:
             self._mark_exhausted("target", "the run has all the groups it needs")
             return False
@@ -154,7 +166,8 @@ class Feed:
         if not groups:
             return self._stream.finished  # if the last rows were skipped, the next call marks the end
         began = time.time_ns()
-        number = self._buffer.admit([(group.group_id, group.payload) for group in groups], groups[-1].position + 1)
+        offered = [(group.group_id, group.payload) for group in groups]
+        number = self._buffer.admit(offered, groups[-1].position + 1, after=self._stream.position)
         add_spans("admit", self._buffer.run_id, [group.group_id for group in groups[:number]], began, {})
         self._stream.advance(number)
         self.admitted += number
@@ -162,7 +175,8 @@ class Feed:
         return number > 0
 
     def _mark_exhausted(self, why: Literal["target", "dataset"], activity: str) -> None:
-        if self._exhausted != why and self._buffer.mark_exhausted(why):
+        is_marked = self._buffer.mark_exhausted(why)  # each time: Redis may have lost the mark
+        if is_marked and self._exhausted != why:
             self._exhausted = why
             log.info("exhausted (%s): %s; %d groups admitted by this process", why, activity, self.admitted)
         self.activity = activity

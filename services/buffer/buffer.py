@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 from tandem.protos.codec import decode_headers
-from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.errors import DataError, LedgerError, LostWritesError
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
-from tandem.services.buffer.rollback import roll_back, run_to_end
+from tandem.services.buffer.rollback import check_records, recorded_version, roll_back, run_to_end
+from tandem.services.buffer.trainer_calls import TrainerCalls
 from tandem.services.buffer.types import (
     ALIVE_SECONDS,
     LIVE_STATES,
@@ -48,8 +49,8 @@ class Buffer:
 
     If Redis is unreachable, every method waits for `outage_seconds` and then raises UnavailableError; see `Connection`
     for the default and for `stop`. A full Redis raises EnvironmentLackError. Methods that take the trainer's
-    incarnation raise FencedError once a later trainer has started; they may be called again without effect. Data is
-    never trimmed or evicted.
+    incarnation raise FencedError once a later trainer has started, and LostWritesError if Redis has lost what it
+    acknowledged to one of them; they may be called again without effect. Data is never trimmed or evicted.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Buffer:
         )
         self.run_id = run_id
         self.place = self.connection.place
+        self._trainer = TrainerCalls(self.connection)
         self._scored_request = new_request()
         self._generations: dict[str, int] = {}
+        self._registered: dict[str, tuple[str, int]] = {}
 
     def close(self) -> None:
         self.connection.close()
@@ -110,15 +113,16 @@ class Buffer:
     def admission(self) -> Admission:
         return Admission(*map(int, self.connection.run("admission")))
 
-    def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
+    def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int, after: int | None = None) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 
         `cursor` is the feed's position after the last offered group. The position after the last admitted one is saved.
-        Raises DataError, and admits none, if one was admitted before.
+        With `after`, admits none unless that is the saved position: Redis may have lost the last admissions. Raises
+        DataError, and admits none, if one was admitted before.
         """
         _checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
-        return int(self.connection.run("admit", new_request(), cursor, *flat))
+        return int(self.connection.run("admit", new_request(), cursor, "" if after is None else after, *flat))
 
     def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
         """Marks the feed as finished. `target` is refused (False) while groups are wanted, and undone by a drop."""
@@ -140,7 +144,11 @@ class Buffer:
         assert n > 0
 
         def attempt() -> list[Claim]:
-            reply = self.connection.run("claim", new_request(), *arguments)
+            try:
+                reply = self.connection.run("claim", new_request(), *arguments)
+            except LostWritesError:  # Redis has lost the registration of this start
+                self.register_sampler(worker, *self._registered[worker])
+                return []
             return [Claim(name.decode(), stage, int(token), *data) for name, token, *data in _rows(reply, 4)]
 
         return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
@@ -183,16 +191,17 @@ class Buffer:
 
     # ---- the trainer ----
 
-    def begin_incarnation(self) -> int:
+    def begin_incarnation(self, above: int = 0) -> int:
         """Starts a new incarnation: earlier ones are refused, and no sampler is LIVE until it is updated.
 
-        Claims stay unchanged until `rollback`. Raises UnavailableError if the run was never created.
+        Its number is above that of every incarnation that Redis knows, and above `above`. Claims stay unchanged until
+        `rollback`. Raises UnavailableError if the run was never created.
         """
-        return int(self.connection.run("begin_incarnation"))
+        return int(self._trainer.change("begin_incarnation", above))
 
     def check_incarnation(self, incarnation: int) -> None:
-        """Raises FencedError unless this incarnation is the current one."""
-        self.connection.run("check_incarnation", incarnation)
+        """Raises FencedError unless this incarnation is the current one, LostWritesError if Redis lost its changes."""
+        self._trainer.check("check_incarnation", incarnation)
 
     def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
         """Claims up to n scored groups in order of completion. Waits for the first one; returns [] at the timeout."""
@@ -200,7 +209,7 @@ class Buffer:
 
         def attempt() -> list[ScoredClaim]:
             # Kept until an answer arrives. If an answer is lost, even past the outage deadline, the next call gets it.
-            reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
+            reply = self._trainer.change("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [
                 ScoredClaim(group_id.decode(), decode_headers(headers.decode()))
@@ -225,27 +234,32 @@ class Buffer:
 
         Raises LedgerError if a group is not claimed, or the version was recorded with other groups.
         """
-        self.connection.run("record", incarnation, version, *_checked_ids(group_ids))
+        self._trainer.change("record", incarnation, version, *_checked_ids(group_ids))
 
     def drop_claimed(self, incarnation: int, group_ids: Sequence[str], reason: str) -> None:
         """Drops claimed groups, whose credits return at once. Raises LedgerError if a group is not claimed."""
-        self.connection.run("drop_claimed", incarnation, _checked_reason(reason), *_checked_ids(group_ids))
+        self._trainer.change("drop_claimed", incarnation, _checked_reason(reason), *_checked_ids(group_ids))
 
-    def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
-        """Retires the credits of all groups trained at or below `version`.
+    def publish(
+        self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler], group_ids: Sequence[str] = ()
+    ) -> None:
+        """Retires the credits of all groups trained at or below `version`. `group_ids` are those that it trained, none
+        for version 0 and after a rollback, which has entered them.
 
         Samplers that acknowledged it become LIVE, other LIVE samplers STALE. Pass the `Sampler`s as read when the
         broadcast began: a sampler that has restarted since stays JOINING, because it has its first weights again. A
-        plain id is not checked for restarts. Raises LedgerError if a later version is published.
+        plain id is not checked for restarts. Raises LedgerError if a later version is published, or one of `group_ids`
+        is not recorded in this version.
         """
-        run_to_end(self.connection.run, "publish", incarnation, version, *_with_generations(acknowledged))
+        groups: list[str | int] = [len(group_ids), *_checked_ids(group_ids)]
+        run_to_end(self._trainer.change, "publish", incarnation, version, *groups, *_with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
 
         Raises LedgerError if the version is not published yet.
         """
-        run_to_end(self.connection.run, "commit", incarnation, version)
+        run_to_end(self._trainer.change, "commit", incarnation, version)
 
     def committed_version(self) -> int:
         """The version up to which Redis has every batch as committed, 0 before the first commit."""
@@ -260,18 +274,20 @@ class Buffer:
         `committed_version` are needed, because Redis may have lost writes. Their groups are then committed too, so they
         are never trained twice.
 
-        Raises LedgerError, and changes nothing, if a group trained after the checkpoint is in no record, or a group is
-        in two. A trainer that dies in a rollback leaves a sound ledger, in which its successor repeats it.
+        Raises as `rollback.check_records`, and then changes nothing. A trainer that dies in a rollback leaves a sound
+        ledger, in which its successor repeats it.
         """
-        batches = [(version, _checked_ids(recorded[version])) for version in sorted(recorded)]
-        roll_back(self.connection.run, incarnation, checkpoint_version, batches)
+        records = {version: _checked_ids(recorded[version]) for version in sorted(recorded)}
+        check_records(self.connection, checkpoint_version, records, recorded_version(self.connection))
+        roll_back(self._trainer.change, incarnation, checkpoint_version, records)
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
         """Ends a run: drops every group that is not trained, and returns their number."""
         counts, dropped = self.counts(), 0
         outstanding = sum(counts[state] for state in LIVE_STATES)
         while True:
-            number = int(self.connection.run("drop_outstanding", incarnation, new_request(), _checked_reason(reason)))
+            arguments = (incarnation, new_request(), _checked_reason(reason))
+            number = int(self._trainer.change("drop_outstanding", *arguments))
             dropped += number
             if number == 0 or dropped >= outstanding:  # the feed may admit others in their place
                 return dropped
@@ -285,6 +301,7 @@ class Buffer:
         """
         generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         self._generations[sampler_id] = int(generation)
+        self._registered[sampler_id] = (address, tensor_parallel_size)
         run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
@@ -307,7 +324,7 @@ class Buffer:
 
         Pass the `Sampler` as read when its update began, so that a sampler that has restarted since is not admitted.
         """
-        return bool(self.connection.run("admit_sampler", incarnation, *_with_generations([sampler_id]), version))
+        return bool(self._trainer.change("admit_sampler", incarnation, *_with_generations([sampler_id]), version))
 
     def services(self) -> dict[str, str]:
         return self._texts("services")

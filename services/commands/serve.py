@@ -60,6 +60,23 @@ def serve_one(
         _serve(service, recipe, redis_url, replica or 0, [str(recipe_file), *overrides, *own_host])
 
 
+def take_over(run_folder: Path, overrides: Sequence[str]) -> None:
+    """Runs the trainer of a run here, in place of the one that runs now. Raises RunExistsError if a supervisor runs in
+    the folder: it would start its trainer again.
+    """
+    from tandem.protos.errors import RunExistsError
+    from tandem.services.run.folder import CONFIG_FILE, running
+    from tandem.services.trainer.takeover import TAKEOVER_VARIABLE
+
+    if owner := running(run_folder):
+        raise RunExistsError(
+            f"run folder {run_folder}: `tandem run` (pid {owner.pid}) starts its own trainer; end that one, and it is "
+            "started again"
+        )
+    os.environ[TAKEOVER_VARIABLE] = "1"  # for the ranks, too
+    serve_one("trainer", run_folder / CONFIG_FILE, overrides, None, "none")
+
+
 def _free_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Service) -> int:
     """A number that no other replica has, held until the stack is closed."""
     from tandem.services.buffer.buffer import Buffer

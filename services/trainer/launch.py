@@ -18,6 +18,7 @@ from tandem.services.run.endpoint import run_buffer
 from tandem.services.trainer.nodes import Node
 from tandem.services.trainer.ranks import LocalRanks, run_local_ranks
 from tandem.services.trainer.recovery import check_no_trainer_works
+from tandem.services.trainer.takeover import TAKEOVER_VARIABLE
 
 
 def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
@@ -25,7 +26,8 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
 
     `recipe_arguments` are passed on to the ranks: the recipe's file and overrides.
     """
-    if "RANK" not in os.environ and recipe.trainer.num_nodes == 1:  # another machine may hold the lock for all
+    on_one_machine = recipe.trainer.num_nodes == 1  # else another machine may hold the lock for all
+    if "RANK" not in os.environ and on_one_machine and os.environ.get(TAKEOVER_VARIABLE) != "1":
         check_no_trainer_works(recipe, redis_url)
     if "RANK" not in os.environ and recipe.trainer.num_ranks * recipe.trainer.num_nodes > 1:
         os.environ.update(

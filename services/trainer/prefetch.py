@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from tandem.protos.codec import decode_group
-from tandem.protos.errors import LedgerError
 from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -47,7 +45,6 @@ class Prefetch:
         self._incarnation = incarnation
         self._closed = threading.Event()
         self._running: Future[RecordedBatch | None] | None = None
-        self._last_recorded: deque[frozenset[str]] = deque(maxlen=2)
 
     def next_batch(self, version: int, seconds: float) -> RecordedBatch | None:
         """The batch that follows `version`, whose successor is begun at once. None if it is not there in time, on stop,
@@ -80,17 +77,10 @@ class Prefetch:
             batch = self._source.poll(version, _POLL_SECONDS)
             if self._closed.is_set() or (batch is None and self._source.ended):
                 return None
-        recorded = frozenset[str]().union(*self._last_recorded)
-        if twice := sorted(recorded.intersection(batch.group_ids)):
-            raise LedgerError(
-                f"group {twice[0]} was handed out again after it was recorded: Redis lost its last writes; a trainer "
-                "that starts again restores them from the run folder"
-            )
         payloads = dict(zip(batch.group_ids, self._buffer.read(batch.group_ids), strict=True))
         groups = {group_id: decode_group(payload) for group_id, payload in payloads.items()}
         self._buffer.check_incarnation(self._incarnation)
         if self._closed.is_set():
             return None
         write_record(self._recipe.folder, batch, payloads)
-        self._last_recorded.append(frozenset(batch.group_ids))
         return RecordedBatch(batch, batch_to_json(batch), groups, self._source.take_rejections())

@@ -83,9 +83,11 @@ class Publisher:
         ):
             self._threads.enter_context(Repeated(name, seconds, partial(self._noting_errors, check)))
 
-    def publish(self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None) -> Publication:
-        """Sends a version to the samplers and retires the credits of what was trained for it. Without a snapshot, all
-        ranks are in `broadcast` meanwhile. If the manifest has no buckets, the weights did not change, and only the
+    def publish(
+        self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None, group_ids: Sequence[str] = ()
+    ) -> Publication:
+        """Sends a version to the samplers and retires the credits of the groups that it trained. Without a snapshot,
+        all ranks are in `broadcast` meanwhile. If the manifest has no buckets, the weights did not change, and only the
         version's number is sent, to the samplers that have the previous version. One thread at a time may call it.
 
         Raises FencedError if another trainer took over.
@@ -100,7 +102,8 @@ class Publisher:
             if changed and not WeightSender.fetched_by_samplers(self._backend):
                 members = self._gather_group(taking_part)
             acknowledged = self._broadcast(manifest, snapshot, members)
-            self._buffer.publish(self._incarnation, version, [link.sampler for link, _ in acknowledged])
+            samplers = [link.sampler for link, _ in acknowledged]
+            self._buffer.publish(self._incarnation, version, samplers, group_ids)
         finally:
             with self._lock:
                 for link in taking_part:

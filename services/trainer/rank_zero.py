@@ -38,7 +38,8 @@ from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.services.trainer.recovery import STOPPING, take_over, trainer_lock
+from tandem.services.trainer.recovery import STOPPING, check_complete
+from tandem.services.trainer.takeover import Takeover
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import write_advantages
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
@@ -77,41 +78,48 @@ class RankZero:
     Two threads work beside the loop: one records the next batch (`Prefetch`), one publishes the version that was
     trained last and writes its line (`publish`).
 
-    The constructor begins a new incarnation, which fences every earlier trainer of the run.
+    The constructor takes the run over: it begins a new incarnation, which fences every earlier trainer.
     """
 
     def __init__(
-        self, recipe: Recipe, buffer: Buffer, world_size: int, packings: Sequence[Packing], stop: threading.Event
+        self,
+        recipe: Recipe,
+        buffer: Buffer,
+        takeover: Takeover,
+        world_size: int,
+        packings: Sequence[Packing],
+        stop: threading.Event,
     ) -> None:
         self._recipe = recipe
         self._buffer = buffer
         self._orders = Orders(buffer.connection)
         self._stop = stop
-        self._stack = ExitStack()
-        self._stack.enter_context(trainer_lock(recipe.folder))
-        self.incarnation, self.resume_point = take_over(buffer, recipe.folder)
         self._started_at = psutil.Process().create_time()
         self._version = -1
         self._optimizer_step = 0
         self._activity = "starts"
         self._waiting_since: float | None = None
         """Monotonic time at which the loop began to wait for scored groups; None while it works."""
-        self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
-        self._stack.callback(self._metrics.close)
-        self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
-        self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
-        samplers, scorers = self._service_figures()
-        self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
-        self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
-        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
-        self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
-        self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
-        info = ServiceInfo("trainer", self._figures, self._doing_now, buffer, lambda: self._version)
-        more: Sources = {"batch": lambda: self._metrics.last, "evaluation": lambda: self._metrics.last_evaluation}
-        self._stack.enter_context(service_endpoint(info, recipe, stop, port=recipe.trainer.port, more=more))
-        self._stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
+        with ExitStack() as stack:
+            self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
+            stack.callback(self._metrics.close)
+            info = ServiceInfo("trainer", self._figures, self._doing_now, buffer, lambda: self._version)
+            more: Sources = {"batch": lambda: self._metrics.last, "evaluation": lambda: self._metrics.last_evaluation}
+            stack.enter_context(service_endpoint(info, recipe, stop, port=recipe.trainer.port, more=more))
+            self.incarnation = takeover.begin()  # nothing of the above can fail any more
+            resume_point = takeover.resume_point
+            self._metrics.rewind(resume_point.checkpoint_version, resume_point.last_version)
+            self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
+            samplers, scorers = self._service_figures()
+            self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
+            self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
+            self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
+            self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
+            self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
+            stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
+            self._stack = stack.pop_all()
 
     def next_order(self, version: int) -> tuple[Order, RecordedBatch | None]:
         """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long. With
@@ -161,7 +169,8 @@ class RankZero:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
             self._stack.callback(self._publisher.close)
             self._stack.callback(self._end_publishing)
-        sent = self._publisher.publish(manifest) if snapshot is None else None  # all ranks take part
+        # Without a snapshot all ranks take part.
+        sent = self._publisher.publish(manifest, group_ids=_group_ids(trained)) if snapshot is None else None
         self._publishing = in_thread("publish", self._publish, self._publisher, manifest, snapshot, sent, trained)
 
     def published(self) -> bool:
@@ -218,7 +227,11 @@ class RankZero:
         self._orders.checkpoint_written()
 
     def finish(self) -> None:
-        """Ends the run: drops untrained groups with a reason, and writes the summary."""
+        """Ends the run: drops untrained groups with a reason, and writes the summary. Raises RunFolderError if the run
+        folder lacks batches.
+        """
+        run = self._recipe.run
+        check_complete(self._buffer.counts(), self._recipe.folder, self._version, run.groups_per_batch)
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
         wall_seconds = time.time() - self._started_at + self._earlier_seconds
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)
@@ -255,7 +268,7 @@ class RankZero:
         trained: TrainedBatch | None,
     ) -> None:
         """Publishes a version, unless it was sent already, and writes its spans and its line."""
-        publication = sent or publisher.publish(manifest, snapshot)
+        publication = sent or publisher.publish(manifest, snapshot, _group_ids(trained))
         self._version = manifest.policy_version
         if trained is None:
             return
@@ -299,3 +312,7 @@ class RankZero:
         if evaluation.unscored:
             words = "evaluation of version %d: rows not scored: %s"
             log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})
+
+
+def _group_ids(trained: TrainedBatch | None) -> Sequence[str]:
+    return () if trained is None else trained.batch.group_ids

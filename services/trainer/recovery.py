@@ -1,4 +1,4 @@
-"""Trainer start: a new incarnation, the last checkpoint, and the batches recorded after it.
+"""Where a trainer starts: the last checkpoint, and the batches recorded after it.
 
 The checkpoint on disk is authoritative and the ledger is set to match it: batches in the checkpoint are committed,
 batches recorded after it are retrained in their recorded order and plan, and groups that were claimed without a record
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tandem.protos.errors import ConfigError, DeadlineError, LedgerError, RunExistsError
+from tandem.protos.errors import ConfigError, DeadlineError, LedgerError, RunExistsError, RunFolderError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -63,23 +63,45 @@ def find_resume_point(folder: Path) -> ResumePoint:
     return ResumePoint(path, version, recorded)
 
 
-def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
-    """Begins a new incarnation, which fences every earlier one, and sets the ledger to match the run folder."""
-    incarnation = buffer.begin_incarnation()
-    resume_point = find_resume_point(folder)
+def read_records(buffer: Buffer, folder: Path, checkpoint_version: int) -> dict[int, Sequence[str]]:
+    """The group ids of the recorded batches that a rollback to the checkpoint needs. Raises LedgerError if one is
+    missing.
+    """
     # A Redis that lost its last writes has committed less than the checkpoint contains. The groups of those batches
     # must not be trained twice, so the rollback needs their records, too.
-    known = min(buffer.committed_version(), resume_point.checkpoint_version)
+    known = min(buffer.committed_version(), checkpoint_version)
     versions = [version for version in recorded_versions(folder) if version > known]
-    if missing := set(range(known + 1, resume_point.checkpoint_version + 1)).difference(versions):
+    if missing := set(range(known + 1, checkpoint_version + 1)).difference(versions):
         raise LedgerError(
             f"Redis at {buffer.place} has committed version {known} and the last checkpoint holds version "
-            f"{resume_point.checkpoint_version}, but {folder}/batches/{min(missing):06d} is missing; restore that "
-            "folder, or start a new run"
+            f"{checkpoint_version}, but {folder}/batches/{min(missing):06d} is missing; restore that folder, or start "
+            "a new run"
         )
-    recorded = {version: read_plan(folder, version).group_ids for version in versions}
-    buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
-    return incarnation, resume_point
+    return {version: read_plan(folder, version).group_ids for version in versions}
+
+
+def highest_incarnation(folder: Path) -> int:
+    """The incarnation that recorded the last batch; 0 before the first one."""
+    recorded = recorded_versions(folder)
+    return read_plan(folder, recorded[-1]).incarnation if recorded else 0
+
+
+def check_complete(counts: Mapping[str, int], folder: Path, version: int, groups_per_batch: int) -> None:
+    """Checks at the end of a run that the folder holds every batch that the ledger has as trained. Raises
+    RunFolderError if not.
+    """
+    recorded = recorded_versions(folder)
+    if missing := set(range(min(recorded, default=1), version + 1)).difference(recorded):
+        raise RunFolderError(
+            f"{folder}/batches/{min(missing):06d} is missing at the end of the run, so it cannot be trained again: "
+            "restore that folder, or start a new run"
+        )
+    trained = counts["trained"] + counts["committed"]
+    if trained > version * groups_per_batch:
+        raise RunFolderError(
+            f"the run's ledger has {trained} groups as trained, but the {version} batches in {folder} hold at most "
+            f"{version * groups_per_batch}: the weights lack what was trained in another run folder; start a new run"
+        )
 
 
 def check_world_size(batch: TrainBatch, world_size: int) -> None:
@@ -112,7 +134,7 @@ def check_no_trainer_works(recipe: Recipe, redis_url: str) -> None:
                     raise RunExistsError(f"run folder {recipe.folder}: a trainer works in it; {remedy}")
 
 
-def trainer_lock(folder: Path) -> IO[str]:
+def trainer_lock(folder: Path, seconds: float | None = None) -> IO[str]:
     """A file lock that ensures one trainer per run folder. It ends when the file is closed or the process ends.
 
     The incarnation in Redis fences every step. This lock also prevents a predecessor that is still shutting down from
@@ -120,7 +142,8 @@ def trainer_lock(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / LOCK_FILE).open("w")
-    if lock_file(file, _LOCK_SECONDS):
+    patience = _LOCK_SECONDS if seconds is None else seconds
+    if lock_file(file, patience):
         return file
     file.close()
-    raise DeadlineError(f"another trainer has held {file.name} for {_LOCK_SECONDS:.0f} s")
+    raise DeadlineError(f"another trainer has held {file.name} for {patience:.0f} s")

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +31,8 @@ from tandem.services.run.metrics import PhaseClock
 from tandem.services.trainer.batch_source import groups_of_rank, read_groups
 from tandem.services.trainer.prefetch import RecordedBatch
 from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
-from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint, check_world_size
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint
+from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
@@ -44,16 +45,16 @@ _STOPPED = 143  # exit code of SIGTERM: stopped, not finished
 def main(recipe: Recipe, redis_url: str) -> NoReturn:
     """Runs this rank until the run ends, then exits with code 0, or 143 if it was stopped before."""
     configure_logging("trainer", run=recipe.run.run_id)
-    finished = run_rank(recipe, redis_url, stop_event())
+    finished = run_rank(recipe, redis_url, stop_event(), hands_over=os.environ.get(TAKEOVER_VARIABLE) == "1")
     sys.stdout.flush()
     # Not sys.exit: a thread that waits for a late joiner is inside torch's C++ code, which aborts when the interpreter
     # ends, and the supervisor would then report a finished run as a crash.
     os._exit(0 if finished else _STOPPED)
 
 
-def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
-    """Trains as the rank given by the environment. Returns False if it was stopped before the end of the run, which
-    may also have been ended by an order.
+def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_over: bool = False) -> bool:
+    """Trains as the rank given by the environment; with `hands_over`, takes the run over from a trainer that is alive.
+    Returns False if it was stopped before the end of the run, which may also have been ended by an order.
     """
     learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
@@ -64,15 +65,31 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         buffer = run_buffer(recipe, redis_url, stop)
         stack.callback(buffer.close)
         orders = Orders(buffer.connection)
-        rank_zero = None
+        takeover = None
         if learner.rank == 0:
-            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packings, stop)
-            stack.callback(rank_zero.close)
-        finished = Trainer(recipe, buffer, learner, sender, rank_zero).run()
+            takeover = stack.enter_context(Takeover(recipe, buffer, learner.world_size, hands_over=hands_over))
+        resume_point = load(learner, takeover.prepare() if takeover else None)
+        if hands_over:  # now that nothing keeps this trainer from training
+            resume_point = load(learner, takeover.fence() if takeover else None, loaded=resume_point.checkpoint)
+        rank_zero = None
+        if takeover:
+            rank_zero = stack.enter_context(
+                closing(RankZero(recipe, buffer, takeover, learner.world_size, learner.packings, stop))
+            )
+        finished = Trainer(recipe, buffer, learner, sender, rank_zero, resume_point).run()
         if finished and rank_zero:
             rank_zero.close()  # the other services may end only now
             orders.end_run("finished")
         return finished or orders.ended() != ""
+
+
+def load(learner: Learner, found: ResumePoint | None, *, loaded: str = "") -> ResumePoint:
+    """Loads the checkpoint of rank 0's resume point on every rank, unless it is the one that is loaded."""
+    resume_point = ResumePoint(**learner.broadcast_object(asdict(found) if found else None))
+    if resume_point.checkpoint != loaded:
+        learner.load(Path(resume_point.checkpoint))
+    learner.barrier()  # a rank that cannot load it has ended
+    return resume_point
 
 
 def make_learner(recipe: Recipe, group_store: StoreSource | None = None) -> tuple[Learner, WeightSender]:
@@ -104,6 +121,8 @@ class Trainer:
     learner: Learner
     sender: WeightSender
     rank_zero: RankZero | None
+    resume_point: ResumePoint
+    """Its checkpoint is loaded."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     version: int = 0
     saved_version: int = -1
@@ -131,14 +150,11 @@ class Trainer:
         return do == "end" and self.finish()
 
     def recover(self) -> None:
-        """Loads the last checkpoint and retrains the batches recorded after it, in their order and plan."""
-        found = self.learner.broadcast_object(asdict(self.rank_zero.resume_point) if self.rank_zero else None)
-        resume_point = ResumePoint(**found)
-        if resume_point.checkpoint:
-            self.version = self.saved_version = self.learner.load(Path(resume_point.checkpoint))
-        for version in resume_point.recorded:
+        """Retrains the batches recorded after the checkpoint, in their order and plan."""
+        self.version = self.resume_point.checkpoint_version
+        self.saved_version = self.version if self.resume_point.checkpoint else -1
+        for version in self.resume_point.recorded:
             batch, payloads = read_record(self.recipe.folder, version)
-            check_world_size(batch, self.learner.world_size)
             own = groups_of_rank(batch, self.learner.rank)
             groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
             result = self.learn(batch, groups)

@@ -21,7 +21,7 @@ from tandem.services.feed_service import Feed, PromptStream, epoch_order
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.service_info import ServiceInfo
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
-from tests.support.redis_ring import SAMPLER, claim, move, new_run, offer, train
+from tests.support.redis_ring import SAMPLER, claim, move, new_run, offer, restore_keys, saved_keys, train
 from tests.support.service_wire import check_what_it_says
 from tests.support.waiting import eventually, looping
 
@@ -169,6 +169,34 @@ def test_a_restarted_feed_resumes_where_it_stopped(redis_url: str, recipe: Calla
             eventually(lambda: feed.admitted > 0)
             seen += retired(buffer)
     assert seen == expected
+    assert buffer.verify() == []
+
+
+def test_a_feed_whose_admissions_redis_has_lost_admits_the_same_rows_again(
+    redis_url: str, recipe: Callable[..., Recipe]
+) -> None:
+    rows = questions(9)
+    rows[4] = "broken"
+    settings = recipe(rows, max_epochs=1)
+    buffer = new_run(redis_url, groups_per_batch=6, staleness_budget=1, target_groups=20)
+    begun = saved_keys(buffer)
+    with feeding(buffer, PromptStream(settings, 0)) as feed:
+        eventually(lambda: feed.admitted == 8)
+        restore_keys(buffer, begun)
+        eventually(lambda: feed.admitted == 16)
+        assert buffer.counts()["admitted"] == 8
+        eventually(lambda: b"feed_done" in buffer.connection.hash("meta"))
+        buffer.connection.redis.hdel(buffer.connection.key("meta"), "feed_done")  # the mark alone is lost
+        eventually(lambda: b"feed_done" in buffer.connection.hash("meta"))
+        assert move(buffer, "prompts", 20) == positions(PromptStream(settings, 0), 20)
+    assert buffer.verify() == []
+
+
+def test_nothing_is_admitted_after_another_position_than_the_saved_one(redis_url: str) -> None:
+    buffer = new_run(redis_url, groups_per_batch=2)
+    assert buffer.admit([("0-0", b""), ("0-1", b"")], 2, after=0) == 2
+    assert buffer.admit([("0-5", b"")], 6, after=5) == 0 and buffer.admission().cursor == 2
+    assert buffer.admit([("0-2", b"")], 3, after=2) == 1
     assert buffer.verify() == []
 
 

@@ -102,6 +102,34 @@ def train(buffer: Buffer, incarnation: int, version: int, count: int) -> list[st
     return group_ids
 
 
+@contextmanager
+def losing_writes(buffer: Buffer) -> Iterator[None]:
+    """Redis forgets what is written to the run in the block, as one that restarts without its last writes."""
+    before = saved_keys(buffer)
+    yield
+    restore_keys(buffer, before)
+
+
+def saved_keys(buffer: Buffer) -> dict[bytes, bytes]:
+    """All keys of the run with their values."""
+    keys = list(buffer.connection.redis.scan_iter(match=buffer.connection.key("*"), count=1000))
+    with buffer.connection.redis.pipeline() as pipeline:
+        for key in keys:
+            pipeline.dump(key)
+        return {key: value for key, value in zip(keys, pipeline.execute(), strict=True) if value is not None}
+
+
+def restore_keys(buffer: Buffer, saved: dict[bytes, bytes]) -> None:
+    """Gives the run these keys, and no others."""
+    keys = list(buffer.connection.redis.scan_iter(match=buffer.connection.key("*"), count=1000))
+    with buffer.connection.redis.pipeline() as pipeline:
+        if keys:
+            pipeline.delete(*keys)
+        for key, value in saved.items():
+            pipeline.restore(key, 0, value)
+        pipeline.execute()
+
+
 def lose_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loses the first reply of every call after Redis has run it, so that the client repeats the call."""
     answered = Script.__call__

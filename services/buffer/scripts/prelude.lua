@@ -12,11 +12,24 @@ local function no_run()
   if redis.call('EXISTS', META) == 0 then return refuse('UnavailableError', 'was never created here') end
 end
 
+-- A call of the trainer ends with the number of the last change that was acknowledged to it, and the number of this
+-- change: see services/buffer/trainer_calls.py. They are removed from ARGV.
 local function fenced(incarnation)
+  local number = tonumber(table.remove(ARGV))
+  local acknowledged = tonumber(table.remove(ARGV))
   local current = redis.call('HGET', META, 'incarnation')
   if current ~= incarnation then
     local text = 'trainer incarnation ' .. incarnation .. ' is not the current one'
     return refuse('FencedError', text .. ' (' .. (current or 'none') .. ')')
+  end
+  local last = number_of(META, 'trainer_sequence', 0)
+  if last < acknowledged then
+    local text = 'has lost writes: it knows change ' .. last .. ' of the trainer as the last one, but acknowledged '
+    return refuse('LostWritesError', text .. acknowledged)
+  end
+  if number > last then
+    redis.call('HDEL', META, '') -- the first write of a script must need no memory, for the trainer makes room
+    redis.call('HSET', META, 'trainer_sequence', number)
   end
 end
 

@@ -24,8 +24,11 @@ end
 
 -- Only a sampler with the published version may claim prompts.
 local function not_admitted(id, generation)
-  local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
+  local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version', 'generation')
   local published = redis.call('HGET', META, 'published_version') or '-1'
+  if tonumber(sampler[3] or 0) < (tonumber(generation) or 0) then
+    return refuse('LostWritesError', 'has lost the registration of sampler ' .. id)
+  end
   if not sampler[1] then return refuse('NotAdmittedError', 'sampler ' .. id .. ' has not registered') end
   if replaced(id, generation) then
     return refuse('FencedError', 'sampler ' .. id .. ' was replaced by a later start of it')

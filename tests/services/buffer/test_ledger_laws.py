@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.protos.errors import LedgerError
+from tandem.protos.errors import LedgerError, RunFolderError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
 from tandem.services.buffer.types import STATES
@@ -186,7 +186,7 @@ def test_an_earlier_checkpoint_restores_committed_groups(buffer: Buffer) -> None
 @pytest.mark.parametrize(
     ("recorded", "message"),
     [
-        ({}, "version 2 trained group 0-2, but no record"),
+        ({3: ["0-4"]}, "version 2 trained group 0-2, but no record"),
         ({3: ["0-2", "0-3"]}, "group 0-2 is recorded in version 3, but Redis knows it as trained in version 2"),
         ({2: ["0-2", "0-3"], 3: ["0-2"]}, "group 0-2 is recorded in versions 2 and 3"),
     ],
@@ -201,6 +201,35 @@ def test_a_disk_that_contradicts_redis_is_refused_and_changes_nothing(
     with pytest.raises(LedgerError, match=message):
         buffer.rollback(1, 1, recorded)
     assert _sound(buffer) == before
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_disk_that_ends_below_a_recorded_version_is_refused(buffer: Buffer, is_committed: bool) -> None:
+    """The folder of another run, or an empty one: its trainer would train what is trained."""
+    ring.score(buffer, 4)
+    batches = {version: ring.train(buffer, 1, version, 2) for version in (1, 2)}
+    buffer.publish(1, 2, [ring.SAMPLER])
+    if is_committed:
+        buffer.commit(1, 2)
+    before = _sound(buffer)
+    for checkpoint, recorded in ((0, {}), (1, {}), (0, {1: batches[1]})):
+        with pytest.raises(RunFolderError, match="ledger has version 2 as recorded: name the folder"):
+            buffer.rollback(1, checkpoint, recorded)
+    assert _sound(buffer) == before
+
+
+def test_a_version_is_published_only_if_its_groups_are_recorded_in_it(buffer: Buffer) -> None:
+    group_ids = ring.score(buffer, 4)
+    first = ring.train(buffer, 1, 1, 2)
+    for named, state in ((group_ids, "scored_waiting"), ([*first, "9-9"], "unknown")):
+        with pytest.raises(LedgerError, match=f"version 1 cannot be published: group .* is {state}"):
+            buffer.publish(1, 1, [], named)
+    second = ring.train(buffer, 1, 2, 2)
+    with pytest.raises(LedgerError, match=f"group {second[0]} is trained, not trained in it"):
+        buffer.publish(1, 1, [], second)
+    assert buffer.published_version() == 0
+    buffer.publish(1, 1, [], first)
+    assert _sound(buffer)["retired"] == 2
 
 
 def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile(redis_url: str) -> None:

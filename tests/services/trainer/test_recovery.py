@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.errors import ConfigError, DeadlineError, FencedError, LedgerError, RunExistsError
+from tandem.protos.errors import (
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    LedgerError,
+    LostWritesError,
+    RunExistsError,
+    RunFolderError,
+)
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -21,14 +29,16 @@ from tandem.services.trainer import prefetch, recovery
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.recovery import (
+    check_complete,
     check_no_trainer_works,
     check_world_size,
     find_resume_point,
-    take_over,
+    read_records,
     trainer_lock,
 )
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
+from tests.support.redis_ring import losing_writes
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads
 from tests.support.waiting import eventually
@@ -125,6 +135,30 @@ def check_resumed(recipe: Recipe, buffer: Buffer, url: str, undisturbed: tuple[d
     assert (recipe.folder / "summary.json").exists()
 
 
+@pytest.mark.parametrize("name", ["claim_scored", "record"])
+def test_a_redis_that_forgets_what_the_trainer_did_ends_it_and_its_successor_changes_nothing(
+    tmp_path: Path,
+    redis_url: str,
+    undisturbed: tuple[dict[int, str], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    original, calls = getattr(Buffer, name), itertools.count(1)
+
+    def forgotten(self: Buffer, *args: Any) -> Any:
+        if next(calls) != 3:
+            return original(self, *args)
+        with losing_writes(buffer):
+            return original(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffer, name, forgotten)
+        with pytest.raises(LostWritesError):
+            train(recipe, redis_url)
+    check_resumed(recipe, buffer, redis_url, undisturbed)
+
+
 def test_a_crash_after_the_next_batch_is_on_disk_changes_nothing(
     tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,11 +180,11 @@ def test_a_crash_while_a_version_is_published_and_the_next_one_trains_changes_no
     next_one_trains = threading.Event()
     original = Buffer.publish
 
-    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+    def publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
         if version == 3:
             assert next_one_trains.wait(60.0)
             raise Crash
-        original(self, incarnation, version, acknowledged)
+        original(self, incarnation, version, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(Buffer, "publish", publish)
@@ -209,9 +243,9 @@ def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published
     published: list[int] = []
     original = Buffer.publish
 
-    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+    def publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
         published.append(version)
-        original(self, incarnation, version, acknowledged)
+        original(self, incarnation, version, *more)
 
     monkeypatch.setattr(Buffer, "publish", publish)
     assert train(recipe, redis_url)
@@ -284,16 +318,35 @@ def test_a_start_reads_only_the_plans_of_batches_that_redis_has_not_committed(
     for committed, expected in ((0, [1, 2, 3, 4, 5, 6]), (4, [5, 6]), (3, [4, 5, 6]), (9, [5, 6])):
         buffer.connection.redis.hset(buffer.connection.key("meta"), "committed_version", committed)
         read.clear()
-        take_over(buffer, tmp_path)
+        buffer.rollback(buffer.begin_incarnation(), 4, read_records(buffer, tmp_path, 4))
         assert read == expected
         counts = buffer.counts()
         assert (counts["committed"], counts["trained"], buffer.committed_version()) == (4, 2, 4)
         assert buffer.verify() == []
     shutil.rmtree(record_folder(tmp_path, 3))
-    take_over(buffer, tmp_path)
+    read_records(buffer, tmp_path, 4)
     buffer.connection.redis.hset(buffer.connection.key("meta"), "committed_version", 1)
     with pytest.raises(LedgerError, match=r"has committed version 1 .* holds version 4, but .*000003 is missing"):
-        take_over(buffer, tmp_path)
+        read_records(buffer, tmp_path, 4)
+
+
+def test_a_run_whose_folder_lacks_a_batch_does_not_end_with_success(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 1})
+    put_scored(make_run(redis_url, recipe), different_rewards(P))
+    monkeypatch.setattr(Learner, "export", lambda *_: shutil.rmtree(record_folder(recipe.folder, 1)))
+    with pytest.raises(RunFolderError, match=r"batches/000001 is missing at the end of the run"):
+        train(recipe, redis_url)
+    assert not (recipe.folder / "summary.json").exists()
+
+
+def test_more_trained_groups_than_the_batches_of_the_folder_can_hold_are_an_error(tmp_path: Path) -> None:
+    batch, groups = make_batch([make_group(1)], policy_version=1)
+    write_record(tmp_path, batch, make_payloads(groups.values()))
+    check_complete({"trained": 2, "committed": 2}, tmp_path, 1, 4)
+    with pytest.raises(RunFolderError, match=r"ledger has 5 groups as trained, but the 1 batches in .* hold at most 4"):
+        check_complete({"trained": 0, "committed": 5}, tmp_path, 1, 4)
 
 
 def test_a_batch_planned_for_more_ranks_is_refused() -> None:

@@ -86,9 +86,9 @@ def test_a_version_is_published_while_the_next_one_trains_and_before_the_next_sn
             trains.set()
         return train_batch(self, batch, *args, **kwargs)
 
-    def observed_publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+    def observed_publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
         assert version != 1 or trains.wait(60.0), "version 2 trains before version 1 is published"
-        publish(self, incarnation, version, acknowledged)
+        publish(self, incarnation, version, *more)
         events.append(("published", version))
 
     def observed_snapshot(self: WeightSender, manifest: WeightManifest) -> Any:
@@ -164,10 +164,10 @@ def test_a_trainer_that_is_replaced_while_it_publishes_ends(
     put_scored(buffer, different_rewards(num_batches * P))
     original = Buffer.publish
 
-    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+    def publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
         if version == 1:
             buffer.begin_incarnation()
-        original(self, incarnation, version, acknowledged)
+        original(self, incarnation, version, *more)
 
     monkeypatch.setattr(Buffer, "publish", publish)
     with pytest.raises(FencedError):

@@ -1,0 +1,225 @@
+"""A Redis that loses its last writes while everybody lives: it is noticed, and the run goes on from the disk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tandem.protos.errors import FencedError, LostWritesError, NotAdmittedError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import STATES
+from tests.support import redis_ring as ring
+
+
+@pytest.fixture()
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    """A synchronous run (S = 0) of two groups a batch."""
+    run = ring.new_run(redis_url, groups_per_batch=2, staleness_budget=0)
+    yield run
+    run.close()
+
+
+def sound(buffer: Buffer) -> dict[str, int]:
+    counts = buffer.counts()
+    assert buffer.verify() == []
+    assert counts["admitted"] == sum(counts[state] for state in STATES)
+    return counts
+
+
+class Trainer:
+    """A trainer with a disk that survives: it claims, writes to disk, records, publishes and commits, step by step."""
+
+    P = 2
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.disk: dict[int, list[str]] = {}
+        self.checkpoint = 0
+        self.claimed: list[str] = []
+        self.version = self.incarnation = self.resumed = 0
+        self.published = 0
+        self.num_takeovers = 0
+        self.take_over()
+
+    def take_over(self) -> None:
+        self.num_takeovers += 1
+        self.incarnation = self.buffer.begin_incarnation(self.incarnation)
+        self.buffer.rollback(self.incarnation, self.checkpoint, self.disk)
+        self.claimed = []
+        self.version = self.resumed = max([self.checkpoint, *self.disk])
+        self.publish()
+
+    def claim(self) -> None:
+        wanted = self.P - len(self.claimed)
+        self.claimed += [claim.group_id for claim in self.buffer.claim_scored(self.incarnation, wanted, 0)]
+
+    def write(self) -> None:
+        self.buffer.check_incarnation(self.incarnation)
+        self.version += 1
+        self.disk[self.version] = self.claimed
+        self.claimed = []
+
+    def record(self) -> None:
+        self.buffer.record(self.incarnation, self.version, self.disk[self.version])
+
+    def publish(self) -> None:
+        trained = self.disk.get(self.version, []) if self.version > self.resumed else []
+        self.buffer.publish(self.incarnation, self.version, [ring.SAMPLER], trained)
+        self.published = self.version
+
+    def commit(self) -> None:
+        self.checkpoint = self.version
+        self.buffer.commit(self.incarnation, self.version)
+
+    def train(self) -> None:
+        """One batch; of the disk's groups none is claimed again."""
+        self.claim()
+        assert len(self.claimed) == self.P
+        self.write()
+        self.record()
+        self.publish()
+
+    @property
+    def trained(self) -> list[str]:
+        return [group_id for group_ids in self.disk.values() for group_id in group_ids]
+
+
+@pytest.mark.parametrize("lost", ["claim", "write and record", "publish", "commit"])
+def test_a_lost_change_of_the_trainer_fences_it_and_its_successor_goes_on_from_the_disk(
+    buffer: Buffer, lost: str
+) -> None:
+    """Other services change the ledger before the trainer's next call, so that the loss cannot be seen in its size."""
+    trainer = Trainer(buffer)
+    ring.score(buffer, 2)
+    steps: dict[str, list[Callable[[], None]]] = {
+        "claim": [trainer.claim],
+        "write and record": [trainer.write, trainer.record],
+        "publish": [trainer.publish],
+        "commit": [trainer.commit],
+    }
+    for name, calls in steps.items():
+        if name != lost:
+            for call in calls:
+                call()
+            continue
+        with ring.losing_writes(buffer):
+            for call in calls:
+                call()
+        break
+    ring.offer(buffer, 2)
+    ring.move(buffer, "prompts", 2)
+    for _ in range(2):  # it stays fenced
+        with pytest.raises(LostWritesError, match="has lost writes: it knows change"):
+            buffer.check_incarnation(trainer.incarnation)
+        with pytest.raises(LostWritesError):
+            buffer.claim_scored(trainer.incarnation, 2, 0)
+    trainer.take_over()
+    for _ in range(3):
+        sound(buffer)
+        while buffer.counts()["scored_waiting"] < 2:
+            ring.offer(buffer, 2)
+            ring.move(buffer, "prompts", 2)
+            ring.move(buffer, "generated", 2)
+        trainer.train()
+    assert sorted(trainer.trained) == [f"0-{index}" for index in range(len(trainer.trained))]
+    assert sound(buffer)["outstanding"] == 0
+
+
+def test_a_redis_that_restarts_with_everything_fences_nobody(buffer: Buffer) -> None:
+    trainer = Trainer(buffer)
+    ring.score(buffer, 2)
+    trainer.claim()
+    ring.restore_keys(buffer, ring.saved_keys(buffer))
+    trainer.write()
+    trainer.record()
+    ring.restore_keys(buffer, ring.saved_keys(buffer))
+    trainer.publish()
+    assert trainer.num_takeovers == 1 and sound(buffer)["outstanding"] == 0
+
+
+def test_an_incarnation_that_redis_has_lost_is_not_begun_again(buffer: Buffer) -> None:
+    """Samplers carry weights of it, and records name it."""
+    with ring.losing_writes(buffer):
+        lost = buffer.begin_incarnation()
+    with pytest.raises(FencedError):
+        buffer.check_incarnation(lost)
+    assert buffer.begin_incarnation(above=lost) == lost + 1
+
+
+@pytest.mark.parametrize("was_known", [False, True])
+def test_a_sampler_whose_registration_redis_has_lost_registers_again(
+    buffer: Buffer, redis_url: str, was_known: bool
+) -> None:
+    trainer, name = Trainer(buffer), ring.SAMPLER if was_known else "rollout-1"
+    ring.offer(buffer, 2)
+    sampler = Buffer(redis_url, buffer.run_id)
+    with ring.losing_writes(buffer):
+        sampler.register_sampler(name, "127.0.0.1:2", 1)
+    assert sampler.claim("prompts", name, 1, 30.0, 0.0) == []
+    with pytest.raises(NotAdmittedError, match="is JOINING"):
+        sampler.claim("prompts", name, 1, 30.0, 0.0)
+    (known,) = [one for one in buffer.samplers() if one.id == name]
+    assert buffer.admit_sampler(trainer.incarnation, known, 0)
+    assert len(sampler.claim("prompts", name, 1, 30.0, 0.0)) == 1
+    sampler.close()
+
+
+def test_a_full_redis_takes_every_call_that_makes_room(buffer: Buffer, redis_url: str) -> None:
+    trainer = Trainer(buffer)
+    ring.score(buffer, 2)
+    trainer.claim()
+    trainer.write()
+    buffer.connection.redis.config_set("maxmemory", 1)
+    try:
+        trainer.record()
+        trainer.publish()
+        trainer.commit()
+    finally:
+        buffer.connection.redis.config_set("maxmemory", 0)
+    assert sound(buffer)["committed"] == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_redis_loses_every_group_is_trained_once(redis_url: str, seed: int) -> None:
+    """Between any two steps Redis may lose the last ones, of everybody."""
+    chance = random.Random(seed)
+    buffer = ring.new_run(redis_url, groups_per_batch=Trainer.P, staleness_budget=seed % 2, target_groups=24)
+    trainer, cursor, num_losses = Trainer(buffer), 0, 0
+    states = [ring.saved_keys(buffer)]
+
+    def feed() -> None:
+        nonlocal cursor
+        cursor = buffer.admission().cursor
+        ids = [f"0-{index}" for index in range(cursor, cursor + 3)]
+        buffer.admit([(group_id, b"prompt") for group_id in ids], cursor + 3, after=cursor)
+
+    def train() -> None:
+        if trainer.version and trainer.version in trainer.disk and chance.random() < 0.3:
+            trainer.commit()
+        trainer.claim()
+        if len(trainer.claimed) == trainer.P:
+            trainer.write()
+            if chance.random() < 0.8:  # else Redis dies in between
+                trainer.record()
+                trainer.publish()
+
+    steps = [feed, train, lambda: ring.move(buffer, "prompts", 2), lambda: ring.move(buffer, "generated", 2)]
+    for _ in range(2000):
+        if len(trainer.trained) >= 24:
+            break
+        states = [*states, ring.saved_keys(buffer)][-4:]
+        try:
+            chance.choice(steps)()
+            if trainer.published < trainer.version:
+                raise FencedError("the trainer died")
+        except FencedError:
+            trainer.take_over()
+        if chance.random() < 0.1:
+            ring.restore_keys(buffer, chance.choice(states))
+            num_losses += 1
+    trainer.take_over()
+    assert num_losses > 3 and trainer.num_takeovers > 3
+    assert sorted(trainer.trained, key=lambda one: int(one[2:])) == [f"0-{index}" for index in range(24)]
+    assert sound(buffer)["outstanding"] == 0

@@ -1,0 +1,159 @@
+"""A trainer takes a run over only once nothing can keep it from training; until then an earlier one goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError, DataError, FencedError, RunExistsError, RunFolderError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.commands import serve
+from tandem.services.config import Recipe
+from tandem.services.process import in_thread
+from tandem.services.run.endpoint import service_endpoint
+from tandem.services.run.folder import RunAddress, RunLock
+from tandem.services.service_info import ServiceInfo
+from tandem.services.trainer.recovery import trainer_lock
+from tandem.services.trainer.service import run_rank
+from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
+from tandem.trainer.batch.record import write_record
+from tests.support.redis_ring import SAMPLER
+from tests.support.redis_ring import train as record_next
+from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
+from tests.support.training_groups import make_batch, make_payloads
+
+
+class Predecessor:
+    """A trainer that has trained version 1, of a run with groups for two more."""
+
+    def __init__(self, recipe: Recipe, url: str) -> None:
+        self.recipe, self.groups = recipe, different_rewards(3 * P)
+        self.buffer = make_run(url, recipe)
+        put_scored(self.buffer, self.groups)
+        self.incarnation = self.buffer.begin_incarnation()
+        self.train(1)
+
+    def train(self, version: int, world_size: int = 1) -> None:
+        groups = self.groups[(version - 1) * P : version * P]
+        batch, _ = make_batch(groups, policy_version=version, world_size=world_size)
+        write_record(self.recipe.folder, batch, make_payloads(groups))
+        group_ids = record_next(self.buffer, self.incarnation, version, P)
+        self.buffer.publish(self.incarnation, version, [SAMPLER], group_ids)
+
+    def is_current(self) -> bool:
+        self.buffer.check_incarnation(self.incarnation)
+        return True
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return make_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_trainer_with_another_run_folder_is_refused_and_fences_nobody(
+    tmp_path: Path, recipe: Recipe, redis_url: str, hands_over: bool
+) -> None:
+    earlier = Predecessor(recipe, redis_url)
+    elsewhere = make_recipe(tmp_path, run={"folder": str(tmp_path / "elsewhere")})
+    with (
+        Takeover(elsewhere, earlier.buffer, 1, hands_over=hands_over) as takeover,
+        pytest.raises(RunFolderError, match=r"elsewhere: the run folder ends with version 0, .* has version 1 as rec"),
+    ):
+        takeover.prepare()
+    assert earlier.is_current()
+
+
+def test_a_trainer_with_too_few_ranks_is_refused_and_fences_nobody(recipe: Recipe, redis_url: str) -> None:
+    earlier = Predecessor(recipe, redis_url)
+    earlier.train(2, world_size=2)
+    takeover = Takeover(recipe, earlier.buffer, 1, hands_over=False)
+    with takeover, pytest.raises(ConfigError, match=r"trainer\.num_ranks=2"):
+        takeover.prepare()
+    assert earlier.is_current()
+
+
+def test_a_trainer_that_cannot_load_its_checkpoint_fences_nobody(recipe: Recipe, redis_url: str) -> None:
+    earlier = Predecessor(recipe, redis_url)
+    broken = recipe.folder / "checkpoints" / "000001"
+    broken.mkdir(parents=True)
+    (broken / "state.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        train(recipe, redis_url)
+    assert earlier.is_current()
+
+
+def test_a_second_trainer_is_refused_while_one_answers(recipe: Recipe, redis_url: str) -> None:
+    earlier = Predecessor(recipe, redis_url)
+    info = ServiceInfo("trainer", dict, lambda: "trains", earlier.buffer)
+    with (
+        service_endpoint(info, recipe, threading.Event()),
+        Takeover(recipe, earlier.buffer, 1, hands_over=False) as takeover,
+        pytest.raises(RunExistsError, match=r"has a trainer at .* `tandem takeover .*run`"),
+    ):
+        takeover.prepare()
+    with Takeover(recipe, earlier.buffer, 1, hands_over=False) as takeover:
+        assert takeover.prepare().recorded == [1]
+    assert earlier.is_current()
+
+
+def test_a_takeover_ends_the_trainer_that_runs_and_goes_on_from_what_it_leaves(recipe: Recipe, redis_url: str) -> None:
+    earlier = Predecessor(recipe, redis_url)
+    prepared, has_trained = threading.Event(), threading.Event()
+
+    def goes_on() -> None:
+        with trainer_lock(recipe.folder):
+            assert prepared.wait(20)
+            earlier.train(2)
+            has_trained.set()
+            with pytest.raises(FencedError):
+                while not threading.Event().wait(0.01):
+                    earlier.is_current()
+
+    running = in_thread("earlier", goes_on)
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    with Takeover(recipe, buffer, 1, hands_over=True) as takeover:
+        assert takeover.prepare().recorded == [1]
+        assert earlier.is_current()
+        prepared.set()
+        assert has_trained.wait(20)
+        assert takeover.fence().recorded == [1, 2]
+        running.result(20)
+        assert takeover.begin() == buffer.counts()["incarnation"]
+        assert buffer.counts()["trained"] == 2 * P and buffer.verify() == []
+    buffer.close()
+
+
+def test_a_trainer_that_takes_over_trains_the_rest_of_the_run(recipe: Recipe, redis_url: str) -> None:
+    earlier = Predecessor(recipe, redis_url)
+
+    def goes_on() -> None:
+        with trainer_lock(recipe.folder), pytest.raises(FencedError):
+            while not threading.Event().wait(0.01):
+                earlier.is_current()
+
+    running = in_thread("earlier", goes_on)
+    shorter = make_recipe(recipe.folder.parent, run={"total_batches": 3})
+    assert run_rank(shorter, redis_url, threading.Event(), hands_over=True)
+    running.result(20)
+    assert [bool(line.get("replayed")) for line in lines_of(recipe)] == [True, False, False]
+    counts = earlier.buffer.counts()
+    assert (counts["committed"], counts["outstanding"]) == (3 * P, 0) and earlier.buffer.verify() == []
+
+
+def test_the_command_runs_the_trainer_of_a_run_without_a_supervisor(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(serve, "serve_one", lambda *arguments: served.append(arguments))
+    monkeypatch.setenv(TAKEOVER_VARIABLE, "")
+    with RunLock(recipe.folder) as lock:
+        lock.publish(RunAddress(7, "", "", ""))
+        with pytest.raises(RunExistsError, match=r"\(pid 7\) starts its own trainer"):
+            serve.take_over(recipe.folder, [])
+    serve.take_over(recipe.folder, ["trainer.port=0"])
+    assert served == [("trainer", recipe.folder / "config.json", ["trainer.port=0"], None, "none")]
+    assert serve.os.environ[TAKEOVER_VARIABLE] == "1"
