@@ -1,6 +1,6 @@
 -- Groups: their queues, their end (committed, dropped), and leases that run out.
 
-local CHUNK = 256 -- groups that one call moves at most, where their number may be large; each takes some 20 µs
+local CHUNK = 128 -- groups that one call moves at most, where their number may be large; each takes up to 80 µs
 local LIVE = {
   'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased', 'scored_waiting', 'scored_claimed',
 }
