@@ -23,5 +23,5 @@ for i = 3, #ARGV, 2 do
     admitted[ARGV[i]] = true
   end
 end
-outdate_samplers(admitted, ARGV[2], ARGV[1])
+outdate_samplers(ARGV[2], ARGV[1], admitted)
 return 1

@@ -13,11 +13,11 @@ local function admit_sampler(id, version, incarnation)
   redis.call('HSET', sampler_key(id), 'state', 'LIVE', 'version', version, 'incarnation', incarnation)
 end
 
--- Every LIVE sampler becomes STALE, except those just admitted and those that have this version of this incarnation
--- (nil: none has).
-local function outdate_samplers(admitted, version, incarnation)
+-- Every LIVE sampler becomes STALE, except those that have this version of this incarnation (nil: none has).
+-- `admitted` has those that are known to.
+local function outdate_samplers(version, incarnation, admitted)
   for _, id in ipairs(redis.call('SMEMBERS', key('samplers'))) do
-    local sampler = admitted[id] and {} or redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
+    local sampler = admitted and admitted[id] and {} or redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
     local current = sampler[2] == version and sampler[3] == incarnation
     if sampler[1] == 'LIVE' and not current then redis.call('HSET', sampler_key(id), 'state', 'STALE') end
   end
