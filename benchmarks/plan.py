@@ -6,7 +6,8 @@ In each round, a run is measured (`calibration`), then two other settings run, t
 those without an S in their name have S = 1. `predicted` is the mean of the predictions from the calibration runs
 before and after, because the machine's speed changes over minutes. `own_rates` simulates a setting with the rates of
 its own run: that error is the simulation's alone. Errors are medians over the rounds. The exit code is 1 if a
-prediction is off by more than 15 %.
+prediction is off by more than 15 %. `--two-samplers` has no bound: together with the trainer they want three cores, and
+`tandem plan` assumes that every service has processors of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--two-samplers", action="store_true", help="Also run two samplers; needs three free cores.")
+    parser.add_argument("--two-samplers", action="store_true", help="Also run two samplers, without a bound.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "plan.json")
     arguments = parser.parse_args()
     settings = {**SETTINGS, **(TWO_SAMPLERS if arguments.two_samplers else {})}
@@ -70,7 +71,7 @@ def main() -> int:
                 "settings": rows,
             }
             arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    missed = [row["setting"] for row in rows if abs(row["error"]) > MOST_ERROR]
+    missed = [row["setting"] for row in rows if row["setting"] in SETTINGS and abs(row["error"]) > MOST_ERROR]
     print("\n".join([f"written to {arguments.output}", *(f"NOT MET: {name}" for name in missed)]))
     return 1 if missed else 0
 

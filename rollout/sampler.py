@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -49,13 +50,14 @@ class UpdateReport:
 
 @dataclass(slots=True)
 class SamplerFigures:
-    """Sums since the engine's start. Busy: at least one request in flight."""
+    """Sums since the engine's start. Busy: at least one request in flight; else idle."""
 
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     weight_updates: int = 0
     weight_stall_seconds: float = 0.0
     busy_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Tokenizer(Protocol):
 
 
 class Sampler(ABC):
-    """One running engine. All methods belong to one event loop."""
+    """One running engine. All methods but `figures` belong to one event loop."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, max_model_tokens: int, seed: int, group_store: StoreSource | None = None
@@ -110,7 +112,8 @@ class Sampler(ABC):
         self._update_lock = asyncio.Lock()
         self._request_numbers = itertools.count()
         self._in_flight = 0
-        self._busy_since = 0.0
+        self._counting = threading.Lock()  # `figures` is called from any thread
+        self._counted_until = time.monotonic()
         self._figures = SamplerFigures()
 
     @property
@@ -158,8 +161,8 @@ class Sampler(ABC):
         return self._version[1]
 
     def figures(self) -> SamplerFigures:
-        running = time.monotonic() - self._busy_since if self._in_flight else 0.0
-        return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
+        self._count_seconds()
+        return replace(self._figures)
 
     async def sample(
         self, prompt_ids: PromptIds, num_samples: int, sampling: SamplingParameters, *, key: str = ""
@@ -250,15 +253,23 @@ class Sampler(ABC):
 
     @contextlib.asynccontextmanager
     async def _one_more_in_flight(self) -> AsyncIterator[None]:
-        if self._in_flight == 0:
-            self._busy_since = time.monotonic()
+        self._count_seconds()
         self._in_flight += 1
         try:
             yield
         finally:
+            self._count_seconds()
             self._in_flight -= 1
-            if self._in_flight == 0:
-                self._figures.busy_seconds += time.monotonic() - self._busy_since
+
+    def _count_seconds(self) -> None:
+        """Counts the time since the last call. Each sum only grows, as readers take a smaller one for a restart."""
+        with self._counting:
+            now = time.monotonic()
+            if self._in_flight:
+                self._figures.busy_seconds += now - self._counted_until
+            else:
+                self._figures.idle_seconds += now - self._counted_until
+            self._counted_until = now
 
 
 def _segment(prompt: NDArray[np.int32], completion: Completion) -> Segment:

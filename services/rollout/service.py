@@ -65,7 +65,6 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self._engine = engine
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
-        self._started = time.monotonic()
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
             GroupLeases(buffer, "prompts", name, config.lease_seconds, report),
             self,
@@ -114,9 +113,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""
-        engine = self._engine.figures()
-        idle_seconds = max(0.0, time.monotonic() - self._started - engine.busy_seconds)
-        return {**asdict(engine), "idle_seconds": idle_seconds, **self.loop.figures()}
+        return {**asdict(self._engine.figures()), **self.loop.figures()}
 
     def activity(self) -> str:
         if self.loop.num_held:

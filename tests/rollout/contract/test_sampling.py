@@ -170,13 +170,17 @@ def test_truncated_distributions_are_sampled_and_recorded(engine: EngineProcess,
     assert len(set(sampled(varied))) == len(sampled(varied)) and not set(sampled(varied)) & set(PROMPT)
 
 
-def test_metrics_count_tokens_and_busy_time(engine: EngineProcess) -> None:
+def test_metrics_count_tokens_and_busy_and_idle_time(engine: EngineProcess) -> None:
     before = engine.call("figures")
     rows = sample(engine, 4)
     after = engine.call("figures")
     assert after.sampled_tokens - before.sampled_tokens == sum(len(sampled(row)) for row in rows)
     assert after.prompt_tokens - before.prompt_tokens == 4 * len(PROMPT)
     assert 0.0 < after.busy_seconds - before.busy_seconds < 30.0
+    later = [engine.call("figures") for _ in range(20)]
+    assert {figures.busy_seconds for figures in later} == {after.busy_seconds}, "nothing is in flight"
+    idle = [figures.idle_seconds for figures in (before, after, *later)]
+    assert idle == sorted(idle), "a figure that falls would count as a restart of the sampler"
 
 
 def test_the_architectures_are_read_from_the_installed_package(engine_name: str) -> None:

@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tandem.protos.errors import DataError, FencedError, LedgerError, NotAdmittedError, RunExistsError, UnavailableError
+from tandem.protos.errors import (
+    ConfigError,
+    DataError,
+    FencedError,
+    LedgerError,
+    NotAdmittedError,
+    RunExistsError,
+    UnavailableError,
+)
 from tandem.services.buffer import connection
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Admission
@@ -25,6 +33,20 @@ def test_an_existing_run_is_refused_without_resume(buffer: Buffer, redis_url: st
         again.create(**limits, target_groups=100, resume=False)  # type: ignore[arg-type]
     again.create(**limits, target_groups=3, resume=True)  # type: ignore[arg-type]
     assert again.admission() == Admission(free=2, wanted=1, cursor=2)
+
+
+def test_a_ledger_of_another_schema_is_refused(buffer: Buffer, redis_url: str) -> None:
+    buffer.connection.redis.hdel(buffer.connection.key("meta"), "schema")
+    before = buffer.counts()
+    with pytest.raises(ConfigError, match=r"has a ledger of schema 1, .*; finish the run with the version that began"):
+        Buffer(redis_url, buffer.run_id).create(
+            groups_per_batch=2,
+            staleness_budget=1,
+            target_groups=100,
+            failure_budget={"infrastructure": 1, "data": 0},
+            resume=True,
+        )
+    assert buffer.counts() == before
 
 
 def test_a_run_that_was_never_created_is_an_error(redis_url: str) -> None:
