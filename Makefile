@@ -7,7 +7,7 @@ EXTRA ?=
 BIN := .venv/bin
 
 .PHONY: help setup demo test test-system test-deploy check protos docs lock
-.PHONY: bench bench-startup bench-reward bench-sampler bench-trl bench-size gpu-proof staleness
+.PHONY: bench bench-startup bench-reward bench-sampler bench-fleet bench-trl bench-size gpu-proof staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
 help:  ## list the targets
@@ -70,6 +70,9 @@ bench-reward: setup  ## throughput, latency and memory of the reward service (wr
 
 bench-sampler: setup  ## tokens per second and CPU time of a sampler over those of raw vLLM (writes JSON)
 	@$(BIN)/python benchmarks/sampler.py $(ARGS)
+
+bench-fleet: setup  ## what a group costs Redis with 1,024 samplers and with 10⁶ groups of history (JSON)
+	@$(BIN)/python benchmarks/fleet.py $(ARGS)
 
 bench-trl: setup  ## the same training with TRL and with Tandem, in turns: 45 minutes (writes JSON)
 	@$(BIN)/python benchmarks/against_trl.py $(ARGS)

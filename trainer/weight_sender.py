@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tandem.protos.bucket_delta import encode_delta
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
-from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, with_base
+from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, weights_digest, with_base
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
@@ -180,6 +180,12 @@ class WeightSender:
                     buffers.append(empty_bucket(spec, _CPU))
                     copy_to_bucket(spec, tensors, buffers[-1])
         return tuple(buffers)
+
+    def digest(self) -> str:
+        """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
+        manifest = self.manifest(0, 0, "gloo")
+        buckets = tuple(spec for spec, _ in self._filled(manifest.buckets, self._gather, _CPU))
+        return weights_digest(replace(manifest, buckets=buckets)) if self._source.rank == 0 else ""
 
     def broadcast(
         self, manifest: WeightManifest, timeout_seconds: float, snapshot: WeightSnapshot | None = None

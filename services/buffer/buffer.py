@@ -32,6 +32,7 @@ from tandem.services.buffer.types import (
     FailureKind,
     Released,
     Sampler,
+    SamplerState,
     ScoredClaim,
     Stage,
     Told,
@@ -317,7 +318,7 @@ class Buffer:
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:
         """Returns all samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
-        return [Sampler(**fields) for fields in json.loads(reply)]
+        return [_sampler(*row) for row in _rows(reply, 8)]
 
     def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
         """Makes a sampler that was updated to `version` LIVE, if that is still the published version.
@@ -398,6 +399,12 @@ def _with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
     """Returns id and generation of each sampler. The scripts do not check the generation '' of a plain id."""
     pairs = [(each.id, each.generation) if isinstance(each, Sampler) else (each, "") for each in samplers]
     return [value for pair in pairs for value in pair]
+
+
+def _sampler(name: bytes, address: bytes, state: bytes, *numbers: bytes) -> Sampler:
+    version, incarnation, tensor_parallel_size, alive, generation = map(int, numbers)
+    texts = (name.decode(), address.decode(), cast("SamplerState", state.decode()))
+    return Sampler(*texts, version, incarnation, tensor_parallel_size, alive == 1, generation)
 
 
 def _rows(reply: Sequence[bytes], width: int) -> list[Sequence[bytes]]:

@@ -1,4 +1,6 @@
-"""`tandem replay`: retrains a run's recorded batches from its initial model and compares the weights bit for bit."""
+"""`tandem replay`: retrains a run's recorded batches and compares the weights bit for bit. It begins with the initial
+model, or, if the first batches are no longer kept (run.keep_batches), with the oldest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from torch import Tensor
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
-from tandem.protos.manifest import weights_digest
 from tandem.services.command_line import print_text, run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
@@ -25,10 +26,11 @@ from tandem.services.run.json_files import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
 from tandem.services.trainer.ranks import run_local_ranks
-from tandem.services.trainer.recovery import check_world_size
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, check_world_size
 from tandem.services.trainer.service import make_learner
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions
 from tandem.trainer.checkpoints.export import collect_weights
+from tandem.trainer.checkpoints.state import list_checkpoints
 
 EQUAL, DIFFERENT = 0, 1
 
@@ -63,10 +65,7 @@ class Replay:
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self._folder = folder
-        self._versions = recorded_versions(folder)
-        if self._versions != list(range(1, len(self._versions) + 1)) or not self._versions:
-            lack = f"{folder / BATCHES_FOLDER} does not hold every batch from 1 on"
-            raise DataError(f"{lack}; only a whole run can be replayed")
+        self._start, self._checkpoint, self._versions = find_start(folder)
         lines = JsonLines(folder / METRICS_FILE).read()
         self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
         self._learner, self._sender = make_learner(recipe)
@@ -79,7 +78,8 @@ class Replay:
         """Trains every batch, compares the weights, and returns the exit code."""
         began = time.monotonic()
         compared = 0
-        self._digest(0, changed=True)
+        if self._checkpoint is not None:
+            self._learner.load(self._checkpoint)
         for version in self._versions:
             digest = self._train(version)
             expected = self._digests.get(version)
@@ -93,6 +93,8 @@ class Replay:
             self._say(f"the final weights differ from {self._folder / HF_FOLDER}: {', '.join(differing[:5])}")
             return DIFFERENT
         trained = f"{len(self._versions)} batches trained again in {time.monotonic() - began:.1f} s"
+        if self._checkpoint is not None:
+            trained += f" from the checkpoint of version {self._start}, because earlier batches are no longer kept"
         self._say(f"{trained}; {compared} versions compared: equal bit for bit")
         return EQUAL
 
@@ -101,13 +103,8 @@ class Replay:
         batch, payloads = read_record(self._folder, version)
         check_world_size(batch, self._learner.world_size)
         own = groups_of_rank(batch, self._learner.rank)
-        result = self._learner.train(batch, {group_id: decode_group(payloads[group_id]) for group_id in own})
-        return self._digest(version, changed=result.changed)
-
-    def _digest(self, version: int, *, changed: bool) -> str:
-        # Without a process group nothing is sent. All ranks gather the weights, and rank 0 keeps a copy to digest.
-        self._sender.broadcast(self._sender.manifest(0, version, "gloo", changed=changed), timeout_seconds=60.0)
-        return weights_digest(self._sender.copy.manifest) if self._learner.rank == 0 else ""
+        self._learner.train(batch, {group_id: decode_group(payloads[group_id]) for group_id in own})
+        return self._sender.digest()
 
     def _compare_export(self) -> list[str]:
         """Names of the parameters that differ from the run's export; none if the run has no export."""
@@ -118,6 +115,23 @@ class Replay:
     def _say(self, line: str) -> None:
         if self._learner.rank == 0:
             print_text(line)
+
+
+def find_start(folder: Path) -> tuple[int, Path | None, list[int]]:
+    """The version that a replay begins with, its checkpoint (None for the initial model), and the versions to train.
+    Raises DataError, with the versions that are there, if no recorded batch can be trained.
+    """
+    recorded, checkpoints = recorded_versions(folder), list_checkpoints(folder / CHECKPOINTS_FOLDER)
+    for start, checkpoint in [(0, None), *checkpoints]:
+        versions = [version for version in recorded if version > start]
+        if versions and versions == list(range(start + 1, start + 1 + len(versions))):
+            return start, checkpoint, versions
+    held = f"{recorded[0]} to {recorded[-1]}, {len(recorded)} in number" if recorded else "none"
+    starts = ", ".join(str(version) for version, _ in checkpoints) or "none"
+    raise DataError(
+        f"{folder / BATCHES_FOLDER} does not hold every batch from 1 or from a checkpoint on (batches: {held}; "
+        f"checkpoints: {starts}): restore what is missing, and set run.keep_batches=0 to keep all batches of a run"
+    )
 
 
 def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from tandem.services.planning.observation import Batch, batches_of
 from tandem.services.planning.simulation import GroupSize, Rates, Ring, Setting
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
-from tandem.trainer.batch.record import read_plan
+from tandem.trainer.batch.record import read_plan, recorded_versions
 
 LEAST_BATCHES = 8
 """Batches that a measurement needs."""
@@ -46,7 +46,8 @@ class Measured:
 def measure(folder: Path) -> Measured:
     """The rates of the run in a folder. Raises UserError if it has too few batches."""
     recipe = load_resolved(folder / CONFIG_FILE)
-    lines = JsonLines(folder / METRICS_FILE).read()
+    recorded = set(recorded_versions(folder))  # run.keep_batches may have removed the first ones
+    lines = [line for line in JsonLines(folder / METRICS_FILE).read() if line["step"] in recorded]
     steady = lines[WARM_UP_BATCHES - 1 :][-_MOST_BATCHES:]
     batches = batches_of(steady, recipe)
     if len(batches) < LEAST_BATCHES:

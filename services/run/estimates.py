@@ -12,6 +12,14 @@ OPTIMIZER_BYTES_PER_PARAMETER = 12
 """The float32 master weight and AdamW's two moments."""
 _TRAINING_BYTES = {"float32": (17, 29, 29, 36), "bfloat16": (23, 22, 27, 31)}
 """Bytes that one rank takes at its peak for each trained parameter, measured at each ZeRO stage."""
+GROUP_BYTES = 1500
+"""Of Redis for a group that is not committed, besides its payload: its state, queue, lease, credit and keys."""
+HEADER_BYTES = 250
+"""Of Redis for a row of a scored group: its header."""
+FINISHED_GROUP_BYTES = 2
+"""Of Redis for a group that is over: a bit of its epoch for each way to end, and a share of what an epoch takes."""
+SERVICE_BYTES = 1 << 16
+"""Of Redis for a service: its figures, and the answers to its last calls."""
 LOG_COPIES = 3
 """Redis's append-only file is rewritten at twice its size: both files are then on disk."""
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
@@ -21,7 +29,9 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
     """Estimates what a run writes, with payloads of half the maximum length. Adapters are not counted."""
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
-    payloads = group * (run.total_batches * run.groups_per_batch + LOG_COPIES * recipe.credits)
+    kept = max(run.keep_batches, trainer.keep_checkpoints * recipe.checkpoint_every) + recipe.checkpoint_every
+    batches = min(run.total_batches, kept) if run.keep_batches else run.total_batches
+    payloads = group * (batches * run.groups_per_batch + LOG_COPIES * recipe.credits)
     payloads += 0 if external_redis_url(recipe) else LOG_COPIES * job_bytes(recipe)
     if facts is None:
         return payloads
@@ -34,8 +44,17 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Bytes of payloads if all credits are in use and all answers have the maximum length."""
-    return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
+    """Bytes of a run at its end if all credits are in use, all answers have the maximum length, and the next
+    checkpoint is due. Prompts that are dropped and replaced add FINISHED_GROUP_BYTES each.
+    """
+    run = recipe.run
+    row = recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN + HEADER_BYTES
+    outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES)
+    trained = recipe.checkpoint_every * run.groups_per_batch * GROUP_BYTES
+    finished = run.total_batches * run.groups_per_batch * FINISHED_GROUP_BYTES
+    samplers = max(recipe.rollout.num_replicas, recipe.autoscale.max_samplers)
+    services = samplers + recipe.autoscale.max_scorers + 3  # feed, trainer, controller
+    return outstanding + trained + finished + services * SERVICE_BYTES
 
 
 def job_bytes(recipe: Recipe) -> int:

@@ -15,7 +15,7 @@ from tandem.services.run.inputs import check_inputs
 
 _KEYS = {
     # How far sampling runs ahead; the length, unless the learning-rate schedule depends on it.
-    "run": "folder total_batches staleness_budget hard_staleness_cap max_consecutive_drops redis_url "
+    "run": "folder total_batches staleness_budget hard_staleness_cap keep_batches max_consecutive_drops redis_url "
     "redis_outage_seconds host control_port certificates server_name insecure metrics_port trackers",
     "data": "eval_file max_epochs",
     # The record of a batch holds the answers, temperature, lengths and rewards.

@@ -38,10 +38,11 @@ from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.services.trainer.recovery import STOPPING, check_complete
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, STOPPING, check_complete
 from tandem.services.trainer.takeover import Takeover
 from tandem.services.trainer.watchdog import Watchdog
-from tandem.trainer.batch.record import write_advantages
+from tandem.trainer.batch.record import prune_records, write_advantages
+from tandem.trainer.checkpoints.state import list_checkpoints
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
 log = logging.getLogger(__name__)
@@ -184,8 +185,8 @@ class RankZero:
         ended.result()
         return True
 
-    def write_line(self, trained: TrainedBatch, publication: Publication | None = None) -> None:
-        """Writes the batch's line to metrics.jsonl. Without a publication, the batch was retrained from its record."""
+    def write_line(self, trained: TrainedBatch, more: Line) -> None:
+        """Writes the batch's line to metrics.jsonl, with the figures of its publication, or that it was retrained."""
         samplers, scorers = self._service_figures()
         result = trained.result
         line: Line = {
@@ -202,8 +203,8 @@ class RankZero:
             "processors": len(os.sched_getaffinity(0)),
             **self._samplers.update(samplers),
             **self._scorers.update(scorers),
+            **more,
         }
-        line |= {"replayed": True} if publication is None else asdict(publication)
         self._metrics.add(line)
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         self._optimizer_step = result.optimizer_step
@@ -222,8 +223,15 @@ class RankZero:
         return "stopped" if self._stop.is_set() else "waits"
 
     def commit(self, version: int) -> None:
-        """Commits the batches of a written checkpoint to the ledger. Ends an operator's order of one."""
+        """Commits the batches of a written checkpoint to the ledger, and removes records that are not kept. Ends an
+        operator's order of a checkpoint.
+        """
+        committed = self._buffer.committed_version()
         self._buffer.commit(self.incarnation, version)
+        if keep := self._recipe.run.keep_batches:
+            # What the last commit made superfluous stays until the next one, because Redis may lose its last writes.
+            oldest, _ = list_checkpoints(self._recipe.folder / CHECKPOINTS_FOLDER)[0]
+            prune_records(self._recipe.folder, min(version - keep, oldest, committed))
         self._orders.checkpoint_written()
 
     def finish(self) -> None:
@@ -281,7 +289,7 @@ class RankZero:
         }
         for step, (start, end) in spans.items():
             add_spans(step, self._buffer.run_id, trained.batch.group_ids, start, attributes, end)
-        self.write_line(trained, publication)
+        self.write_line(trained, asdict(publication))
 
     def _end_publishing(self) -> None:
         """At the end of the trainer, which another error may have caused."""

@@ -158,9 +158,10 @@ class Trainer:
             own = groups_of_rank(batch, self.learner.rank)
             groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
             result = self.learn(batch, groups)
-            seconds = self.clock.lap()
+            digest = self.sender.digest()
+            trained = TrainedBatch(batch, groups, result, self.clock.lap(), time.time())
             if self.rank_zero:
-                self.rank_zero.write_line(TrainedBatch(batch, groups, result, seconds, time.time()))
+                self.rank_zero.write_line(trained, {"replayed": True, "weights_digest": digest})
 
     def next_order(self) -> tuple[str, TrainBatch | None, RecordedBatch | None]:
         """What all ranks do next, the batch to train, and on rank 0 its groups."""

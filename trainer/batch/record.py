@@ -9,6 +9,7 @@ advantage by `<group id>/<trajectory id>`; only what shows the batch reads it.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,7 @@ BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"
 GROUPS_FILE = "groups.arrow"
 ADVANTAGES_FILE = "advantages.json"
+_REMOVED = ".removed"
 
 _GROUP_FIELDS = [
     pa.field("group_id", pa.string(), nullable=False),
@@ -117,6 +119,17 @@ def recorded_versions(run_folder: Path) -> list[int]:
     """Versions with a recorded batch, ascending."""
     folder = Path(run_folder) / BATCHES_FOLDER
     return sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdigit())
+
+
+def prune_records(run_folder: Path, last: int) -> None:
+    """Deletes the records up to version `last`, the oldest first, so that those that are left have no gap."""
+    folder = Path(run_folder) / BATCHES_FOLDER
+    for version in recorded_versions(run_folder):
+        if version <= last:
+            record = record_folder(run_folder, version)
+            record.rename(record.with_name(record.name + _REMOVED))
+    for removed in folder.glob(f"*{_REMOVED}"):  # also those of a process that was killed here
+        shutil.rmtree(removed)
 
 
 def batch_to_json(batch: TrainBatch) -> dict[str, object]:

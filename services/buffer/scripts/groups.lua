@@ -2,7 +2,7 @@
 
 local SILENT_MS = 10000 -- since the last heartbeat: ALIVE_SECONDS in types.py
 local MOST_HOLDERS = 16
-local CHUNK = 256 -- groups that one call moves at most, where their number may be large; each takes some 20 µs
+local CHUNK = 128 -- groups that one call moves at most, where their number may be large; each takes up to 80 µs
 local LIVE = {
   'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased', 'scored_waiting', 'scored_claimed',
 }

@@ -22,11 +22,14 @@ if version and version < tonumber(ARGV[2]) then
   return 0
 end
 redis.call('HSET', META, 'published_version', ARGV[2])
+local admitted = {}
 for i = first_sampler, #ARGV, 2 do
   -- A sampler that restarted after its acknowledgement has its first weights again, so it stays JOINING.
-  if redis.call('EXISTS', sampler_key(ARGV[i])) == 1 and not replaced(ARGV[i], ARGV[i + 1]) then
+  local generation = redis.call('HGET', sampler_key(ARGV[i]), 'generation')
+  if generation and (ARGV[i + 1] == '' or ARGV[i + 1] == generation) then
     admit_sampler(ARGV[i], ARGV[2], ARGV[1])
+    admitted[ARGV[i]] = true
   end
 end
-outdate_samplers(ARGV[2], ARGV[1])
+outdate_samplers(ARGV[2], ARGV[1], admitted)
 return 1

@@ -22,6 +22,7 @@ end
 for _, id in ipairs(fresh) do
   leave(id)
   redis.call('DEL', key('payload', id))
+  redis.call('HDEL', key('group', id), 'headers')
   enter(id, 'trained', version)
 end
 if #fresh > 0 then redis.call('HSET', META, 'recorded_version', version) end

@@ -22,7 +22,7 @@ local function restore(id)
     redis.call('SADD', key('reentered'), id)
   end
   redis.call('DEL', key('payload', id), key('partial', id))
-  redis.call('HDEL', key('group', id), 'token', 'worker')
+  redis.call('HDEL', key('group', id), 'token', 'worker', 'headers')
   enter(id, 'trained', version)
 end
 

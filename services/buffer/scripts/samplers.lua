@@ -14,9 +14,11 @@ local function admit_sampler(id, version, incarnation)
 end
 
 -- Every LIVE sampler becomes STALE, except those that have this version of this incarnation (nil: none has).
-local function outdate_samplers(version, incarnation)
+-- `admitted` has those that are known to.
+local function outdate_samplers(version, incarnation, admitted)
   for _, id in ipairs(redis.call('SMEMBERS', key('samplers'))) do
-    local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
+    local known = admitted and admitted[id]
+    local sampler = known and {} or redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
     local current = sampler[2] == version and sampler[3] == incarnation
     if sampler[1] == 'LIVE' and not current then redis.call('HSET', sampler_key(id), 'state', 'STALE') end
   end

@@ -1,16 +1,15 @@
--- ARGV: seconds. Returns the fields of every sampler as JSON, ordered by id.
-local samplers = {}
+-- ARGV: seconds. Returns of each sampler, ordered by id: id, address, state, version, incarnation,
+-- tensor_parallel_size, whether it is alive (1|0), generation.
+local FIELDS = { 'address', 'state', 'version', 'incarnation', 'tensor_parallel_size', 'generation' }
+local reply, beats = {}, {}
+local values = redis.call('HGETALL', key('beats'))
+for i = 1, #values, 2 do beats[values[i]] = tonumber(values[i + 1]) end
 local ids = redis.call('SMEMBERS', key('samplers'))
 table.sort(ids)
 for _, id in ipairs(ids) do
-  local silent_ms = NOW_MS - number_of(key('beats'), id, 0)
-  local sampler = { id = id, alive = silent_ms <= ARGV[1] * 1000 }
-  for _, field in ipairs({ 'address', 'state' }) do
-    sampler[field] = redis.call('HGET', sampler_key(id), field)
-  end
-  for _, field in ipairs({ 'version', 'incarnation', 'tensor_parallel_size', 'generation' }) do
-    sampler[field] = tonumber(redis.call('HGET', sampler_key(id), field))
-  end
-  samplers[#samplers + 1] = sampler
+  local sampler = redis.call('HMGET', sampler_key(id), unpack(FIELDS))
+  table.insert(sampler, 1, id)
+  table.insert(sampler, 7, NOW_MS - (beats[id] or 0) <= ARGV[1] * 1000 and 1 or 0)
+  for _, value in ipairs(sampler) do reply[#reply + 1] = value end
 end
-return cjson.encode(samplers)
+return reply

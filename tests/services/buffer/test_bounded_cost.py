@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tandem.protos.codec import encode_headers
+from tandem.protos.types import RowHeader, VersionSpan
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import STATES
+from tandem.services.config import parse_recipe
+from tandem.services.run.estimates import worst_case_redis_bytes
 from tests.support import redis_ring as ring
 
 
@@ -89,6 +93,37 @@ def test_a_trainer_that_dies_between_two_calls_of_a_verb_leaves_a_sound_ledger(
             break
     assert survived > 5, "the verb took several calls"
     calm.close()
+
+
+def test_a_run_takes_less_memory_than_is_estimated(redis_url: str) -> None:
+    def used() -> int:
+        return int(buffer.connection.server_info("memory")["used_memory"])
+
+    run = {"run_id": "memory", "groups_per_batch": 100, "staleness_budget": 1, "total_batches": 6}
+    values = {"run": run, "model": {"path": "m"}, "data": {"train_file": "t"}, "trainer": {"checkpoint_every": 5}}
+    recipe = parse_recipe(values | {"rollout": {"samples_per_prompt": 8, "max_response_tokens": 100}})
+    rows = [
+        RowHeader("0-0", row, 0, "policy", 1000, 100, 1.0, (VersionSpan(0, 1, 0),), "stop", 0.5) for row in range(8)
+    ]
+    payload = b"x" * (8 * recipe.max_model_tokens * 13)
+    buffer = ring.new_run(redis_url, groups_per_batch=100, staleness_budget=1, target_groups=700)
+    buffer.connection.redis.memory_purge()
+    before = used()
+    for version in range(1, 8):
+        ring.offer(buffer, 100)
+        ring.move(buffer, "prompts", 100)
+        finished = [(claim, payload, encode_headers(rows)) for claim in ring.claim(buffer, "generated", 100)]
+        assert buffer.complete_all(finished) == []
+        if version < 6:
+            ring.train(buffer, 1, version, 100)
+            buffer.publish(1, version, [ring.SAMPLER])
+    assert buffer.counts()["trained"] == 500 and buffer.counts()["scored_waiting"] == 200
+    grown = used() - before
+    payloads = 200 * len(payload)
+    estimate = worst_case_redis_bytes(recipe)
+    assert payloads < grown < estimate, (grown - payloads, estimate - payloads)
+    buffer.connection.redis.unlink(*buffer.connection.redis.keys(buffer.connection.key("*")))
+    buffer.close()
 
 
 def test_a_version_that_redis_forgot_keeps_later_ones_above_the_committed_version(buffer: Buffer) -> None:

@@ -16,7 +16,7 @@ from tandem.services.config import Recipe
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.inputs import record_inputs
 from tandem.services.run.resume import FREE, forbidden_changes
-from tandem.trainer.batch.record import read_record, record_folder
+from tandem.trainer.batch.record import read_record, record_folder, recorded_versions
 from tests.support.redis_ring import running_redis
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 
@@ -51,6 +51,20 @@ def test_runs_with_other_settings_are_replayed(
     assert read_record(recipe.folder, 2)[0].packing == trainer["packing"]
     assert replay.main(recipe.folder) == 0
     assert "2 versions compared: equal bit for bit" in capsys.readouterr().out
+
+
+def test_a_run_that_keeps_its_last_batches_is_replayed_from_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_redis(tmp_path) as url:
+        recipe = make_recipe(tmp_path, run={"total_batches": 4, "keep_batches": 1}, trainer={"checkpoint_every": 1})
+        put_scored(make_run(url, recipe), different_rewards(4 * P))
+        assert train(recipe, url)
+    assert recorded_versions(recipe.folder) == [4], "the checkpoints are those of versions 3 and 4"
+    assert replay.main(recipe.folder) == 0
+    said = capsys.readouterr().out
+    assert "1 batches trained again" in said and "from the checkpoint of version 3" in said
+    assert "1 versions compared: equal bit for bit" in said
 
 
 def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +120,7 @@ def test_another_model_than_the_runs_is_refused(copied: Path, trained: Recipe, t
 
 def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:
     shutil.rmtree(record_folder(copied, 1))
-    with pytest.raises(DataError, match="every batch from 1 on"):
+    with pytest.raises(DataError, match=r"every batch from 1 .*\(batches: 2 to 3, 2 in number; checkpoints: 3\)"):
         replay.main(copied)
 
 

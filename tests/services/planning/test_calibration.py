@@ -15,6 +15,7 @@ from tandem.services.config import Recipe, parse_recipe
 from tandem.services.planning.calibration import LEAST_BATCHES, WARM_UP_BATCHES, measure
 from tandem.services.planning.proposals import candidates, predict, resized, with_split
 from tandem.services.planning.simulation import GroupSize, Rates
+from tandem.trainer.batch.record import prune_records
 from tests.support.simulated_run import write_simulated_run
 
 RATES = Rates(
@@ -73,6 +74,14 @@ def test_pauses_are_found_again(tmp_path: Path) -> None:
     assert (found.rates.evaluation_seconds, found.rates.output_seconds) == pytest.approx((3.0, 7.0))
     assert found.rates.batch_seconds == pytest.approx(RATES.batch_seconds, rel=0.05)
     assert predict(found, recipe).steps_per_minute == pytest.approx(found.steps_per_minute, rel=0.05)
+
+
+def test_a_run_that_keeps_its_last_batches_is_measured_by_those(tmp_path: Path) -> None:
+    folder = write_simulated_run(recipe_in(tmp_path / "run", 0), RATES, GROUPS, 60)
+    prune_records(folder, 30)
+    found = measure(folder)
+    assert found.num_batches == 30 - WARM_UP_BATCHES
+    assert found.rates.batch_seconds == pytest.approx(RATES.batch_seconds, rel=0.05)
 
 
 def test_a_short_run_is_refused(tmp_path: Path) -> None:

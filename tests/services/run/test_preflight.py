@@ -258,17 +258,6 @@ def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.Mon
         check_disk(recipe_of(values), None)
 
 
-def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
-    facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
-    length = {"total_batches": 40}
-    plain = estimates.disk_need_bytes(recipe_of(values, run=length, trainer={"checkpoint_every": 1000}), facts)
-    assert plain >= 16e9, "one checkpoint with its optimizer, and the final export"
-    kept = recipe_of(values, run=length, trainer={"keep_checkpoints": 2})
-    assert estimates.disk_need_bytes(kept, facts) >= plain + 24e9, "also by default"
-    exported = recipe_of(values, run=length, trainer={"checkpoint_every": 1000, "export_every": 1})
-    assert estimates.disk_need_bytes(exported, facts) >= plain + 12e9
-
-
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
     recipe = recipe_of(values, data={"train_file": str(tmp_path / "gone")})
     check_service(recipe, "rollout", 0)
@@ -370,12 +359,6 @@ def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, m
     assert fits(partitioned, facts, engine + 1 + 36.1) and not fits(partitioned, facts, engine + 36)
     whole = recipe_of(values, trainer={"num_ranks": 2, "zero_stage": 0})
     assert fits(whole, facts, engine + 1 + 34.1) and not fits(whole, facts, engine + 34), "each rank holds all"
-
-
-def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
-    plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
-    assert 2 * estimates.worst_case_redis_bytes(remax) == 3 * estimates.worst_case_redis_bytes(plain)
-    assert estimates.disk_need_bytes(remax, None) == 1.5 * estimates.disk_need_bytes(plain, None)
 
 
 def test_a_service_finds_its_own_address_by_the_way_to_redis(values: Values) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tandem.trainer.batch.record import (
     PLAN_FILE,
     batch_from_json,
     batch_to_json,
+    prune_records,
     read_record,
     record_folder,
     recorded_versions,
@@ -83,6 +85,26 @@ def test_versions_are_listed_and_never_overwritten(tmp_path: Path, recorded: Rec
     assert recorded_versions(tmp_path) == [3]
     with pytest.raises(LedgerError, match="000003 exists"):
         write_record(tmp_path, batch, make_payloads(groups.values()))
+
+
+def test_pruned_records_are_gone_and_what_a_killed_process_left_of_them_too(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, groups = recorded
+    for version in range(1, 6):
+        write_record(tmp_path, replace(batch, policy_version=version), make_payloads(groups.values()))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        prune_records(tmp_path, 2)
+    assert recorded_versions(tmp_path) == [3, 4, 5]
+    prune_records(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path / "batches").iterdir()) == ["000004", "000005"]
+    prune_records(tmp_path, 0)
+    assert recorded_versions(tmp_path) == [4, 5]
+
+
+def killed(_folder: Path) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_missing_payload_or_record_is_named(tmp_path: Path, recorded: Recorded) -> None:

@@ -1,0 +1,51 @@
+"""Estimates of the disk and of the room in Redis that a run needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.services.run import estimates, model_check
+from tests.support.run_inputs import Values, recipe_of
+
+
+def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
+    facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
+    length = {"total_batches": 40}
+    plain = estimates.disk_need_bytes(recipe_of(values, run=length, trainer={"checkpoint_every": 1000}), facts)
+    assert plain >= 16e9, "one checkpoint with its optimizer, and the final export"
+    kept = recipe_of(values, run=length, trainer={"keep_checkpoints": 2})
+    assert estimates.disk_need_bytes(kept, facts) >= plain + 24e9, "also by default"
+    exported = recipe_of(values, run=length, trainer={"checkpoint_every": 1000, "export_every": 1})
+    assert estimates.disk_need_bytes(exported, facts) >= plain + 12e9
+
+
+def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
+    plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
+    added = estimates.worst_case_redis_bytes(remax) - estimates.worst_case_redis_bytes(plain)
+    assert 13 * plain.credits * plain.max_model_tokens < added < 16 * 1.5 * plain.credits * plain.max_model_tokens
+    assert estimates.disk_need_bytes(remax, None) == 1.5 * estimates.disk_need_bytes(plain, None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"run": {"total_batches": 10**6}, "trainer": {"checkpoint_every": 10}},
+        {"trainer": {"checkpoint_every": 100}},
+        {"rollout": {"num_replicas": 100}},
+        {"autoscale": {"mode": "on", "max_samplers": 100}},
+    ],
+)
+def test_the_room_in_redis_counts_history_what_waits_for_a_checkpoint_and_services(
+    values: Values, changed: Values
+) -> None:
+    assert estimates.worst_case_redis_bytes(recipe_of(values, **changed)) > 1e5 + estimates.worst_case_redis_bytes(
+        recipe_of(values)
+    )
+
+
+def test_batches_that_are_not_kept_need_no_disk(values: Values) -> None:
+    needs = {
+        keep: estimates.disk_need_bytes(recipe_of(values, run={"total_batches": 1000, "keep_batches": keep}), None)
+        for keep in (0, 200, 2000)
+    }
+    assert needs[200] < 0.3 * needs[0] and needs[2000] == needs[0]
