@@ -191,6 +191,9 @@ class RankZero:
             **self._scorers.update(scorers),
         }
         line |= {"replayed": True} if publication is None else asdict(publication)
+        if rows := line.get("unknown_version_rows"):
+            words = "batch %d was recorded with %d rows of versions that no trainer published; it is trained as it is"
+            log.warning(words, result.policy_version, rows, extra={"version": result.policy_version})
         self._metrics.add(line)
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         self._optimizer_step = result.optimizer_step
