@@ -1,5 +1,8 @@
+-- ARGV: a number that the new incarnation exceeds
 local refusal = no_run()
 if refusal then return refusal end
 redis.call('DEL', key('answer', 'scored'))
 outdate_samplers() -- they carry the weights of the incarnation before
-return redis.call('HINCRBY', META, 'incarnation', 1)
+local incarnation = math.max(number_of(META, 'incarnation', 0), tonumber(ARGV[1])) + 1
+redis.call('HSET', META, 'incarnation', string.format('%.0f', incarnation))
+return incarnation

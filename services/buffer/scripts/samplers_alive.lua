@@ -8,9 +8,10 @@ for _, id in ipairs(ids) do
   for _, field in ipairs({ 'address', 'state' }) do
     sampler[field] = redis.call('HGET', sampler_key(id), field)
   end
-  for _, field in ipairs({ 'version', 'incarnation', 'tensor_parallel_size', 'generation' }) do
+  for _, field in ipairs({ 'version', 'incarnation', 'tensor_parallel_size' }) do
     sampler[field] = tonumber(redis.call('HGET', sampler_key(id), field))
   end
+  sampler.generation = number_of(key('generations'), id, 0)
   samplers[#samplers + 1] = sampler
 end
 return cjson.encode(samplers)
