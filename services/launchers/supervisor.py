@@ -97,6 +97,7 @@ def run_recipe(
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
         processes.last_version = lambda: watch.last_version
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
+        processes.silence = lambda name: watch.silences.get(name, 0.0)
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
         controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))

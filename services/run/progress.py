@@ -134,6 +134,8 @@ class RunWatch(Repeated):
         """The highest trained version so far."""
         self.last_heartbeats: Mapping[str, float] = {}
         """Monotonic time of the last heartbeat of every service and sampler."""
+        self.silences: Mapping[str, float] = {}
+        """Seconds since these heartbeats when Redis last answered: those that an outage holds up do not count."""
 
     def take_steps(self) -> list[Line]:
         """The lines written to metrics.jsonl since the last call."""
@@ -188,6 +190,7 @@ class RunWatch(Repeated):
         except TandemError:  # Redis is restarting; keep the previous figures
             return
         now = time.monotonic()
+        self.silences = silences
         self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
 
     def _look(self) -> None:
