@@ -17,7 +17,7 @@ from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.process import lock_file
 from tandem.trainer.batch.record import read_plan, recorded_versions
-from tandem.trainer.checkpoints.state import latest_checkpoint
+from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _LOCK_SECONDS = 30.0
@@ -42,7 +42,7 @@ class ResumePoint:
 def find_resume_point(folder: Path) -> ResumePoint:
     """The resume point in the run folder. Raises LedgerError if a record before the last recorded batch is missing."""
     checkpoint = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
-    version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[1]))
+    version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[2]))
     recorded = [number for number in recorded_versions(folder) if number > version]
     expected = range(version + 1, version + 1 + len(recorded))
     if recorded != list(expected):
@@ -54,9 +54,17 @@ def find_resume_point(folder: Path) -> ResumePoint:
     return ResumePoint(path, version, recorded)
 
 
+def highest_incarnation(folder: Path) -> int:
+    """The highest incarnation that has written a checkpoint or the last batch of the run folder; 0 if there is none."""
+    written = [incarnation for _, incarnation, _ in list_checkpoints(folder / CHECKPOINTS_FOLDER)]
+    if recorded := recorded_versions(folder):
+        written.append(read_plan(folder, recorded[-1]).incarnation)
+    return max(written, default=0)
+
+
 def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
     """Begins a new incarnation, which fences every earlier one, and sets the ledger to match the run folder."""
-    incarnation = buffer.begin_incarnation()
+    incarnation = buffer.begin_incarnation(highest_incarnation(folder))
     resume_point = find_resume_point(folder)
     # A Redis that lost its last writes has committed less than the checkpoint contains. The groups of those batches
     # must not be trained twice, so the rollback needs their records, too.

@@ -32,6 +32,7 @@ from tandem.services.trainer.prefetch import RecordedBatch
 from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint, check_world_size
 from tandem.trainer.batch.record import batch_from_json, read_record
+from tandem.trainer.checkpoints.state import checkpoint_folder
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 
@@ -104,6 +105,7 @@ class Trainer:
     sender: WeightSender
     rank_zero: RankZero | None
     clock: PhaseClock = field(default_factory=PhaseClock)
+    incarnation: int = 0
     version: int = 0
     saved_version: int = -1
     skipped_batches: int = 0
@@ -128,7 +130,8 @@ class Trainer:
 
     def recover(self) -> None:
         """Loads the last checkpoint and retrains the batches recorded after it, in their order and plan."""
-        found = self.learner.broadcast_object(asdict(self.rank_zero.resume_point) if self.rank_zero else None)
+        begun = (self.rank_zero.incarnation, asdict(self.rank_zero.resume_point)) if self.rank_zero else None
+        self.incarnation, found = self.learner.broadcast_object(begun)
         resume_point = ResumePoint(**found)
         if resume_point.checkpoint:
             self.version = self.saved_version = self.learner.load(Path(resume_point.checkpoint))
@@ -195,10 +198,9 @@ class Trainer:
         """
         weights = self.recipe.weights
         with self.clock.phase("publish"):
-            incarnation = self.rank_zero.incarnation if self.rank_zero else 0
             location = str(self.recipe.weights_folder / f"{self.version:06d}") if weights.backend == "disk" else ""
             manifest = self.sender.manifest(
-                incarnation, self.version, weights.backend, changed=changed, location=location
+                self.incarnation, self.version, weights.backend, changed=changed, location=location
             )
             snapshot = self.sender.snapshot(manifest) if weights.sends_snapshots else None
             if self.rank_zero:
@@ -236,7 +238,8 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         if self.saved_version != self.version:
-            self.learner.save(self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}", self.version)
+            folder = checkpoint_folder(self.recipe.folder / CHECKPOINTS_FOLDER, self.version, self.incarnation)
+            self.learner.save(folder, self.version, self.incarnation, self.check_incarnation)
             self.saved_version = self.version
         if self.rank_zero:
             self.rank_zero.commit(self.version)
