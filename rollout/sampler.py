@@ -209,9 +209,9 @@ class Sampler(ABC):
         """
         assert self._group_store is not None, "a sampler without a store joins no group"
         arguments = {"address": asdict(address), "first_rank": first_rank, "store": self._group_store}
+        self._refuse_earlier(incarnation)
+        self._newest_incarnation = incarnation
         async with self._update_lock:
-            self._refuse_earlier(incarnation)
-            self._newest_incarnation = incarnation
             await self._transfer("join", arguments, timeout_seconds)
 
     async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
