@@ -91,20 +91,22 @@ class SamplerState(_message.Message):
     def __init__(self, paused: _Optional[bool] = ..., groups_in_flight: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
-    __slots__ = ("host", "group_name", "first_rank", "world_size", "backend", "timeout_seconds")
+    __slots__ = ("host", "group_name", "first_rank", "world_size", "backend", "timeout_seconds", "incarnation")
     HOST_FIELD_NUMBER: _ClassVar[int]
     GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     host: str
     group_name: str
     first_rank: int
     world_size: int
     backend: str
     timeout_seconds: float
-    def __init__(self, host: _Optional[str] = ..., group_name: _Optional[str] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, host: _Optional[str] = ..., group_name: _Optional[str] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class JoinWeightGroupReply(_message.Message):
     __slots__ = ()

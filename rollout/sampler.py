@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.protos.errors import DataError, WeightTransferError, error_class
+from tandem.protos.errors import DataError, FencedError, MissingVersionError, WeightTransferError, error_class
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import (
@@ -120,6 +120,7 @@ class Sampler(ABC):
         self._max_model_tokens = max_model_tokens
         self._seed = seed
         self._version = NO_VERSION
+        self._newest_incarnation = 0
         self._update_lock = asyncio.Lock()
         self._joins = 0
         """Weight groups that this sampler was told to join so far."""
@@ -245,14 +246,19 @@ class Sampler(ABC):
         self._figures.sampled_tokens += max(0, len(completion.token_ids) - answer.num_counted)
         answer.num_counted = max(answer.num_counted, len(completion.token_ids))
 
-    async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
-        """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one,
-        even if a version is still arriving there.
+    async def join_weight_group(
+        self, address: WeightGroupAddress, first_rank: int, incarnation: int, timeout_seconds: float
+    ) -> None:
+        """Joins a weight group of a trainer incarnation with one rank per tensor-parallel worker, from `first_rank` on;
+        leaves the previous one, even if a version is still arriving there.
 
-        Raises WeightTransferError if not all ranks connect before the deadline.
+        Raises FencedError if a later incarnation was here before, WeightTransferError if not all ranks connect before
+        the deadline.
         """
         assert self._group_store is not None, "a sampler without a store joins no group"
         arguments = {"address": asdict(address), "first_rank": first_rank, "store": self._group_store}
+        self._refuse_earlier(incarnation)
+        self._newest_incarnation = incarnation
         self._joins += 1
         async with self._update_lock:
             await self._transfer("join", arguments, timeout_seconds)
@@ -261,19 +267,39 @@ class Sampler(ABC):
         """Receives a version during generation and applies it between two engine steps. Running requests keep their KV.
 
         Finishes even if the caller is cancelled, so that the version stamp always matches the weights. If a bucket is
-        damaged or late, the engine keeps its weights. Raises WeightTransferError, UnavailableError.
+        damaged or late, the engine keeps its weights. Raises FencedError if the version is below the engine's own or of
+        an earlier incarnation than the last that was here, MissingVersionError if it has no buckets and does not follow
+        the engine's own, WeightTransferError, UnavailableError.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update_weights(manifest, group_name, timeout_seconds)))
 
     async def _update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
         arguments = {"manifest": encode_manifest(manifest), "group_name": group_name}
         async with self._update_lock:
+            self._check_order(manifest)
             workers = await self._transfer("receive", arguments, timeout_seconds)
             stall_seconds = await self._apply_staged_weights(manifest.incarnation, manifest.policy_version)
             self._version = (manifest.incarnation, manifest.policy_version)
         self._figures.weight_updates += 1
         self._figures.weight_stall_seconds += stall_seconds
         return UpdateReport(tuple(workers[0]["digests"]), max(worker["seconds"] for worker in workers), stall_seconds)
+
+    def _check_order(self, manifest: WeightManifest) -> None:
+        """Refuses weights of a trainer that was replaced, and a new number for weights that this engine lacks."""
+        self._refuse_earlier(manifest.incarnation)
+        offered = (manifest.incarnation, manifest.policy_version)
+        told = f"version {offered[1]} of incarnation {offered[0]}"
+        has = f"this sampler has version {self.policy_version} of incarnation {self.incarnation}"
+        if offered < self._version:
+            raise FencedError(f"{told} is refused: {has}")
+        if not manifest.buckets and offered != (self.incarnation, self.policy_version + 1):
+            raise MissingVersionError(f"{told} came without weights, and {has}; it must get the whole weights")
+        self._newest_incarnation = manifest.incarnation
+
+    def _refuse_earlier(self, incarnation: int) -> None:
+        if incarnation < self._newest_incarnation:
+            told = f"trainer incarnation {incarnation} was replaced by {self._newest_incarnation}"
+            raise FencedError(f"{told}: this sampler takes no weights from it")
 
     async def _transfer(
         self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from tandem.protos.errors import EnvironmentLackError, NotAdmittedError, UnavailableError
+from tandem.protos.errors import EnvironmentLackError, FencedError, NotAdmittedError, UnavailableError
 from tandem.services.buffer.types import FailureKind
 from tandem.services.process import in_thread
 
@@ -234,7 +234,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
                 return leases
             for lease in leases:  # paused while the claim waited
                 await self._release(lease, Release("paused", "voluntary"), None)
-        except NotAdmittedError as error:
+        except (NotAdmittedError, FencedError) as error:  # the next heartbeat tells a service that it was replaced
             self.refusal = str(error)
             await asyncio.sleep(_REFUSED_SECONDS)
         except _OUTAGES as error:

@@ -81,8 +81,8 @@ class ServiceInfo:
 class Heartbeat(Repeated):
     """Context manager: reports to the registry every second what a service of a run does, until it is left.
 
-    Sets `stop` once the run has ended. If it had ended before the service started, the service first waits
-    `RESUME_SECONDS` for the feed, which may be starting to resume the run.
+    Sets `stop` once the run has ended, or a later start has the service's name. If the run had ended before the service
+    started, the service first waits `RESUME_SECONDS` for the feed, which may be starting to resume the run.
     """
 
     def __init__(self, info: ServiceInfo, stop: threading.Event) -> None:
@@ -115,6 +115,10 @@ class Heartbeat(Repeated):
         self.told_to_leave = told == "left"
         if not told:
             self._may_end_at = 0.0
+        elif told == "replaced":
+            if not self._stop.is_set():
+                log.warning("another process has started as %s; this one ends", self._info.name)
+            self._stop.set()
         elif told != "left" and time.monotonic() >= self._may_end_at and not self._stop.is_set():
             log.info("the run is %s; this service ends", told)
             self._stop.set()

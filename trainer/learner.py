@@ -254,9 +254,12 @@ class Learner(Rank):
         in_reward = {} if kl.reward is None else {"reward_kl": reward_kl, "reward_kl_coefficient": used.reward}
         return in_reward | ({} if kl.loss is None else {"loss_kl_coefficient": used.loss})
 
-    def save(self, folder: Path, batch_version: int) -> None:
+    def save(
+        self, folder: Path, batch_version: int, incarnation: int, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Writes a checkpoint that contains every batch up to `batch_version`, and deletes the oldest ones beyond the
-        limit. Raises EnvironmentLackError if the disk is full.
+        limit. `check` raises on rank 0 if another trainer took over: see `save_checkpoint`. Raises EnvironmentLackError
+        if the disk is full.
         """
         save_checkpoint(
             self._trained_engines(),
@@ -264,8 +267,10 @@ class Learner(Rank):
             self._config,
             self,
             batch_version=batch_version,
+            incarnation=incarnation,
             optimizer_step=self.optimizer_step,
             kl_coefficients=asdict(self._coefficients),
+            check=check,
         )
         if self.rank == 0:
             prune_checkpoints(folder.parent, self._config.keep_checkpoints)

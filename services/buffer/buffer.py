@@ -195,8 +195,9 @@ class Buffer:
     def begin_incarnation(self, above: int = 0) -> int:
         """Starts a new incarnation: earlier ones are refused, and no sampler is LIVE until it is updated.
 
-        Its number is above that of every incarnation that Redis knows, and above `above`. Claims stay unchanged until
-        `rollback`. Raises UnavailableError if the run was never created.
+        Its number is above that of every incarnation that Redis knows, and above `above`, the last one that is known
+        elsewhere: samplers and disk refuse an earlier one, which a Redis that lost its last writes would begin again.
+        Claims stay unchanged until `rollback`. Raises UnavailableError if the run was never created.
         """
         return int(self._trainer.change("begin_incarnation", above))
 
@@ -298,7 +299,7 @@ class Buffer:
     def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
         """Registers a sampler that has just started, as JOINING, and requeues the leases of its predecessor.
 
-        From then on, claims of the earlier process are refused (FencedError) and its heartbeats are ignored.
+        From then on, claims of the earlier process are refused (FencedError), and a heartbeat tells it.
         """
         generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         self._generations[sampler_id] = int(generation)
@@ -306,8 +307,11 @@ class Buffer:
         run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
-        """Registers a service that has just started, and requeues the leases of its predecessor."""
-        self.connection.run("register_service", name, address)
+        """Registers a service that has just started, and requeues the leases of its predecessor.
+
+        From then on, claims of the earlier process are refused (FencedError), and a heartbeat tells it.
+        """
+        self._generations[name] = int(self.connection.run("register_service", name, address))
         run_to_end(self.connection.run, "give_back", name)
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
@@ -346,10 +350,7 @@ class Buffer:
 
     def silences(self) -> dict[str, float]:
         """Returns the seconds since the last heartbeat of every service and sampler by name."""
-        seconds, microseconds = self.connection.retried(self.connection.redis.time)
-        now = seconds + microseconds / 1e6
-        beats = self._texts("beats").items()  # one may have come since the clock was read
-        return {name: max(0.0, now - float(beat_ms) / 1000) for name, beat_ms in beats}
+        return {name.decode(): int(silent_ms) / 1000 for name, silent_ms in _rows(self.connection.run("silences"), 2)}
 
     # ---- figures ----
 

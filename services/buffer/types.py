@@ -11,8 +11,10 @@ Stage = Literal["prompts", "generated"]
 FailureKind = Literal["infrastructure", "data", "voluntary"]
 Released = Literal["requeued", "dropped", "refused"]
 SamplerState = Literal["JOINING", "LIVE", "STALE"]
-Told = Literal["", "left", "finished", "stopped"]
-"""The answer to a heartbeat: the service is to leave, or the run has ended, by itself or by an order."""
+Told = Literal["", "replaced", "left", "finished", "stopped"]
+"""The answer to a heartbeat: a later start has the service's name, the service is to leave, or the run has ended, by
+itself or by an order.
+"""
 
 ALIVE_SECONDS = 10.0
 """A service counts as alive for so long after its last heartbeat."""

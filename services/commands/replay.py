@@ -122,15 +122,16 @@ def find_start(folder: Path) -> tuple[int, Path | None, list[int]]:
     Raises DataError, with the versions that are there, if no recorded batch can be trained.
     """
     recorded, checkpoints = recorded_versions(folder), list_checkpoints(folder / CHECKPOINTS_FOLDER)
-    for start, checkpoint in [(0, None), *checkpoints]:
+    starts = [(0, None), *((version, checkpoint) for version, _, checkpoint in checkpoints)]
+    for start, checkpoint in starts:
         versions = [version for version in recorded if version > start]
         if versions and versions == list(range(start + 1, start + 1 + len(versions))):
             return start, checkpoint, versions
     held = f"{recorded[0]} to {recorded[-1]}, {len(recorded)} in number" if recorded else "none"
-    starts = ", ".join(str(version) for version, _ in checkpoints) or "none"
+    held_starts = ", ".join(str(version) for version, _, _ in checkpoints) or "none"
     raise DataError(
         f"{folder / BATCHES_FOLDER} does not hold every batch from 1 or from a checkpoint on (batches: {held}; "
-        f"checkpoints: {starts}): restore what is missing, and set run.keep_batches=0 to keep all batches of a run"
+        f"checkpoints: {held_starts}): restore what is missing, and set run.keep_batches=0 to keep all batches of a run"
     )
 
 

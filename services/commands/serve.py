@@ -45,10 +45,13 @@ def serve_one(
             replica = _free_number(stack, recipe, redis_url, service)
         if supervisor is None:
             from tandem.services.run.ledger import join_run
+            from tandem.services.run.placement import gpu_ids, place_on_cores
             from tandem.services.run.preflight import check_service
 
             check_service(recipe, service, replica or 0)
             join_run(written, redis_url, service)
+            if service == "rollout" and not gpu_ids():
+                os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
         if service == "rollout":
             drop_secrets()  # it has read them; its engine's processes need none
         own_host = () if recipe is written else (f"run.host={recipe.run.host}",)

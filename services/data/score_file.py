@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
 from tandem.protos.errors import DataError, UserError
+from tandem.trainer.checkpoints.durable import move_file
 
 SUFFIXES = (".parquet", ".jsonl")
 PART = "breakdown/"
@@ -103,9 +104,7 @@ class ScoreFile:
                 self._write_parquet(batches)
             else:
                 self._write_lines(batches)
-        with open(self._partial_path, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(self._partial_path, self._path)
+        move_file(self._partial_path, self._path)
 
     def _gaps(self, num_items: int) -> Iterator[tuple[int, int]]:
         """(first item, end) of every range without results."""

@@ -19,6 +19,8 @@ POLL_SECONDS = 0.1
 REDIS_AWAY_SECONDS = 5.0
 """Redis is asked every second; after this time without an answer it counts as away."""
 _OUTAGE_DELAY_SECONDS = 5.0  # before what died meanwhile is restarted
+SILENT_SECONDS = 60.0
+"""A running child without a heartbeat for so long is killed and restarted."""
 SIGKILL_AFTER_SECONDS = 6.0
 """A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
 
@@ -60,6 +62,8 @@ class ProcessGroup:
         """Seconds since Redis last answered. Nobody's deaths count while it is away."""
         self.last_heartbeat: Callable[[str], float] = lambda name: time.monotonic()
         """Monotonic time of a child's last heartbeat. The first one after its start makes it `running`."""
+        self.silence: Callable[[str], float] = lambda name: 0.0
+        """Seconds since a child's last heartbeat, as of the last answer of Redis."""
         self.report = report
         self._keep_logs = keep_logs
         self.drain: Callable[[str], None] = lambda name: None
@@ -171,6 +175,10 @@ class ProcessGroup:
                 child.start()
             elif child.state == "starting" and self.last_heartbeat(child.name) > child.started_at:
                 child.state = "running"
+            elif child.state == "running" and self.silence(child.name) > SILENT_SECONDS:
+                self.report(f"{child.name} has sent no heartbeat for {SILENT_SECONDS:.0f} s; it is killed")
+                child.state = "failed"
+                child.kill()
             return None
         if code == 0:
             child.state = "stopped"

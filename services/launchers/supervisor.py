@@ -103,6 +103,7 @@ def run_recipe(
         processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence
         processes.on_poll.append(OutageReport(recipe, buffer.place, processes).check)
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
+        processes.silence = lambda name: watch.silences.get(name, 0.0)
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
         controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))

@@ -28,7 +28,7 @@ _UNSCORED: tuple[str, ...] = get_args(UnscoredReason)
 _DROPPED = (
     *_UNSCORED,
     *("unsampleable", "sampling_failed", "undecodable", "run_ended"),
-    *("stale", "zero_variance", "too_few_scored_rows", "no_scored_baseline"),
+    *("stale", "zero_variance", "too_few_scored_rows", "no_scored_baseline", "unknown_version"),
 )
 _SKIPPED = (
     *("malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"),

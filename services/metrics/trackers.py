@@ -19,6 +19,7 @@ from pathlib import Path
 from tandem.protos.extras import missing_extra_named
 from tandem.services.config import Recipe, without_secrets
 from tandem.services.process import in_thread
+from tandem.trainer.checkpoints.durable import write_file
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class TrackerThread:
     def _run(self) -> None:
         try:
             known_as = self._id_file.read_text(encoding="utf-8") if self._id_file.is_file() else ""
-            self._id_file.write_text(self._tracker.start(self._run_id, known_as, self._config), encoding="utf-8")
+            write_file(self._id_file, self._tracker.start(self._run_id, known_as, self._config).encode())
         except self._tracker.errors as error:
             self._warn(str(error))
             return

@@ -84,7 +84,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if not 0 < request.first_rank < request.world_size <= _MOST_RANKS:
             raise DataError(f"rank {request.first_rank} of {request.world_size}: no such place")
         address = WeightGroupAddress(request.host, request.group_name, request.world_size, request.backend)
-        await self.engine.join_weight_group(address, request.first_rank, _time_limit(request.timeout_seconds))
+        seconds = _time_limit(request.timeout_seconds)
+        await self.engine.join_weight_group(address, request.first_rank, request.incarnation, seconds)
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(

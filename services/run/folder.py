@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
-from uuid import uuid4
 
 from tandem.protos.error_text import printable
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from tandem.services.config import Recipe
 from tandem.services.process import lock_file
 from tandem.trainer.batch.record import BATCHES_FOLDER
+from tandem.trainer.checkpoints.durable import write_file
 
 CONFIG_FILE = "config.json"
 HF_FOLDER = "hf"
@@ -148,16 +148,9 @@ def write_text(file: Path, text: str, *, private: bool = False) -> None:
     """Replaces a file's text atomically. `private`: no other user may read it. Raises EnvironmentLackError if it cannot
     be written.
     """
-    temporary = file.with_name(f"{file.name}.{uuid4().hex}.tmp")  # others may write the same file
     try:
-        with open_private(temporary, "w") if private else open(temporary, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
+        write_file(file, text.encode(), private=private)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise cannot_write(file, error) from None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.services.run.folder import write_text
+from tandem.trainer.checkpoints.durable import sync
 
 Line = dict[str, Any]
 
@@ -27,7 +28,7 @@ class JsonLines:
         self.path = path
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Appends one object. Readers see only complete lines. Raises OSError."""
+        """Appends one object and returns once it is on disk. Readers see only complete lines. Raises OSError."""
         with self.path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
@@ -35,6 +36,10 @@ class JsonLines:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
             file.write(_encoded(line).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if not end:
+            sync(self.path.parent)
 
     def read(self) -> list[Line]:
         """All complete lines; none if the file does not exist yet."""

@@ -148,12 +148,22 @@ def oldest_version(segments: Sequence[RowHeader]) -> int:
     return min(span.policy_version for segment in segments for span in segment.spans)
 
 
+def has_unknown_version(segments: Sequence[RowHeader], start_version: int, incarnation: int) -> bool:
+    """Whether a trajectory names no version, or one that no trainer can have published before this incarnation trains
+    a batch from `start_version`.
+    """
+    spans = [span for segment in segments for span in segment.spans]
+    known = (0 <= span.policy_version <= start_version and span.incarnation <= incarnation for span in spans)
+    return not spans or not all(known)
+
+
 def batch_figures(batch: TrainBatch) -> Line:
     """Figures from a batch's headers: rewards, lengths (sampled tokens), and staleness in versions.
 
     `staleness_counts[k]` is the number of trajectories k versions old; the summary adds these up over the run.
     `equal_reward_groups` counts groups whose answers all have the same reward. Greedy answers are not trained and
-    count only in `baseline_reward_mean`.
+    count only in `baseline_reward_mean`. A batch that was recorded with rows of unknown versions has their number as
+    `unknown_version_rows`; their staleness counts as 0.
     """
     greedy = baseline_rewards(batch.headers)
     by_trajectory = scored_trajectories(batch.headers)
@@ -163,7 +173,10 @@ def batch_figures(batch: TrainBatch) -> Line:
         by_group[group_id].add(segments[0].reward)
     start = batch.policy_version - 1
     rewards = np.array([segments[0].reward for segments in found], np.float64)
-    staleness = np.array([start - oldest_version(segments) for segments in found])
+    unknown = [has_unknown_version(segments, start, batch.incarnation) for segments in found]
+    staleness = np.array(
+        [0 if bad else start - oldest_version(segments) for bad, segments in zip(unknown, found, strict=True)]
+    )
     lengths = np.array([sum(segment.num_loss_tokens for segment in segments) for segments in found])
     versions = [{span.policy_version for segment in segments for span in segment.spans} for segments in found]
     return {
@@ -183,6 +196,7 @@ def batch_figures(batch: TrainBatch) -> Line:
         "num_tokens": int(sum(segment.num_tokens for segments in found for segment in segments)),
         "num_groups": len(batch.group_ids),
         **({"baseline_reward_mean": float(np.mean(greedy))} if greedy else {}),
+        **({"unknown_version_rows": sum(unknown)} if any(unknown) else {}),
     }
 
 

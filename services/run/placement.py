@@ -50,11 +50,17 @@ def gpus_wanted(recipe: Recipe) -> int:
 def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """Environment variables that assign GPUs or cores to the service `name` (feed, rollout-<replica>, reward, trainer).
 
-    The trainer gets the first GPUs and the samplers the next ones. Without GPUs, each of several samplers gets its own
-    core, unless the engine assigns cores itself; the user's values of these variables are kept.
+    The trainer gets the first GPUs and the samplers the next ones. Without GPUs see `place_on_cores`.
     """
     if gpus := gpu_ids():
         return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus_of(recipe, name, gpus))}
+    return place_on_cores(recipe, name)
+
+
+def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
+    """Environment variables that assign cores to a service without a GPU. Each of several samplers gets its own core,
+    unless the engine assigns cores itself; the user's values of these variables are kept.
+    """
     # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
     # number.
     wanted = {"OMP_NUM_THREADS": "1"}

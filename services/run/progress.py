@@ -137,6 +137,8 @@ class RunWatch(Repeated):
         self._answered_at = time.monotonic()
         self.last_heartbeats: Mapping[str, float] = {}
         """Monotonic time of the last heartbeat of every service and sampler."""
+        self.silences: Mapping[str, float] = {}
+        """Seconds since these heartbeats when Redis last answered: those that an outage holds up do not count."""
 
     @property
     def redis_silence(self) -> float:
@@ -199,6 +201,7 @@ class RunWatch(Repeated):
                 self._drop_errors = self._buffer.drop_errors()
         except TandemError:  # Redis is restarting; keep the previous figures
             return
+        self.silences = silences
         self._answered_at = now = time.monotonic()
         for name, of_service in figures.items():
             if "groups_completed" in of_service:

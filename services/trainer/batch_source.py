@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -13,21 +14,25 @@ from tandem.protos.errors import LedgerError, ScorerError, SelectionError, Tande
 from tandem.protos.types import Packing, RowHeader, TrainBatch, TrajectoryGroup, scored_trajectories
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.metrics import baseline_rewards, oldest_version
+from tandem.services.run.metrics import baseline_rewards, has_unknown_version, oldest_version
 from tandem.trainer.batch.planning import plan_batch
 from tandem.trainer.batch.rejected import write_rejected
 from tandem.trainer.batch.selection import zero_variance
 from tandem.trainer.rank import Rank
 
+log = logging.getLogger(__name__)
+
 _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 
-def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int) -> str | None:
-    """The reason why a scored group cannot be part of a batch that starts from this version, or None if it can.
+def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int, incarnation: int) -> str | None:
+    """The reason why a scored group cannot be part of a batch that this incarnation trains from this version, or None
+    if it can.
 
     An estimator that compares answers needs at least two scored ones. Rewards are also compared with the greedy
-    answer's if the estimator needs it.
+    answer's if the estimator needs it. A row whose version cannot exist was stamped wrongly: nobody knows which weights
+    sampled it.
     """
     trainer, cap = recipe.trainer, recipe.run.hard_staleness_cap
     rows = list(scored_trajectories(headers).values())
@@ -36,6 +41,8 @@ def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int) 
     compared = baseline_rewards(headers) if trainer.needs_baselines else []
     if trainer.needs_baselines and not compared:
         return "no_scored_baseline"
+    if any(has_unknown_version(segments, start_version, incarnation) for segments in rows):
+        return "unknown_version"
     if cap and start_version - min(map(oldest_version, rows)) > cap:
         return "stale"
     rewards = [*(segments[0].reward or 0.0 for segments in rows), *compared]
@@ -124,7 +131,10 @@ class BatchSource:
         self.last_claim = time.monotonic()
         rejected: dict[str, list[str]] = {}
         for claim in claims:
-            reason = rejection(self._recipe, claim.headers, version)
+            reason = rejection(self._recipe, claim.headers, version, self._incarnation)
+            if reason == "unknown_version":
+                words = "group %s is dropped: a row has no version, or one above version %d of incarnation %d"
+                log.warning(words, claim.group_id, version, self._incarnation, extra={"group": claim.group_id})
             if reason is None:
                 self.survivors[claim.group_id] = claim.headers
                 self._consecutive_rejections = 0
@@ -166,10 +176,15 @@ class BatchSource:
     def _check_rejections(self) -> None:
         if self._consecutive_rejections >= self._recipe.trainer.max_consecutive_rejections:
             counts = {name: n for name, n in self._buffer.counts().items() if name.startswith("dropped") and n}
+            cause = (
+                "the rewards carry no signal, or the rules leave nothing; see trainer.selection.drop_zero_variance and "
+                "run.hard_staleness_cap"
+            )
+            if self._rejected["unknown_version"]:
+                cause = "samplers stamp versions that were never published; restart them"
             raise SelectionError(
                 f"{self._consecutive_rejections} groups in a row were rejected ({dict(self._rejected)}; in all "
-                f"{counts}): the rewards carry no signal, or the rules leave nothing; see "
-                "trainer.selection.drop_zero_variance and run.hard_staleness_cap"
+                f"{counts}): {cause}"
             )
 
     def _plan(self, policy_version: int) -> TrainBatch:

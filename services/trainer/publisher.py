@@ -178,7 +178,7 @@ class Publisher:
         calls = []
         first_rank = 1
         for link in links:
-            calls.append(link.join(address, first_rank, timeout_seconds))
+            calls.append(link.join(address, first_rank, self._incarnation, timeout_seconds))
             first_rank += link.sampler.tensor_parallel_size
         connected = True
         try:
@@ -309,7 +309,7 @@ class Publisher:
             return self._send_folder(link, brings_base)
         seconds = self._deadline_seconds
         offer = self._sender.start_copy(self._host, link.sampler.tensor_parallel_size, seconds, brings_base=brings_base)
-        if link.reply(link.join(offer.address, 1, seconds), "did not join") is None:
+        if link.reply(link.join(offer.address, 1, self._incarnation, seconds), "did not join") is None:
             return None
         call = link.update(offer.manifest, seconds, offer.address.group_name)
         return None if link.acknowledgement(call, offer.manifest) is None else offer.manifest

@@ -205,6 +205,9 @@ class RankZero:
             **self._scorers.update(scorers),
             **more,
         }
+        if rows := line.get("unknown_version_rows"):
+            words = "batch %d was recorded with %d rows of versions that no trainer published; it is trained as it is"
+            log.warning(words, result.policy_version, rows, extra={"version": result.policy_version})
         self._metrics.add(line)
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         self._optimizer_step = result.optimizer_step
@@ -230,7 +233,7 @@ class RankZero:
         self._buffer.commit(self.incarnation, version)
         if keep := self._recipe.run.keep_batches:
             # What the last commit made superfluous stays until the next one, because Redis may lose its last writes.
-            oldest, _ = list_checkpoints(self._recipe.folder / CHECKPOINTS_FOLDER)[0]
+            oldest, _, _ = list_checkpoints(self._recipe.folder / CHECKPOINTS_FOLDER)[0]
             prune_records(self._recipe.folder, min(version - keep, oldest, committed))
         self._orders.checkpoint_written()
 

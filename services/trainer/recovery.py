@@ -21,7 +21,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.process import lock_file
 from tandem.trainer.batch.record import read_plan, recorded_versions
-from tandem.trainer.checkpoints.state import latest_checkpoint
+from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LOCK_FILE = "trainer.lock"
@@ -51,7 +51,7 @@ class ResumePoint:
 def find_resume_point(folder: Path) -> ResumePoint:
     """The resume point in the run folder. Raises LedgerError if a record before the last recorded batch is missing."""
     checkpoint = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
-    version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[1]))
+    version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[2]))
     recorded = [number for number in recorded_versions(folder) if number > version]
     expected = range(version + 1, version + 1 + len(recorded))
     if recorded != list(expected):
@@ -81,9 +81,11 @@ def read_records(buffer: Buffer, folder: Path, checkpoint_version: int) -> dict[
 
 
 def highest_incarnation(folder: Path) -> int:
-    """The incarnation that recorded the last batch; 0 before the first one."""
-    recorded = recorded_versions(folder)
-    return read_plan(folder, recorded[-1]).incarnation if recorded else 0
+    """The highest incarnation that has written a checkpoint or the last batch of the run folder; 0 if there is none."""
+    written = [incarnation for _, incarnation, _ in list_checkpoints(folder / CHECKPOINTS_FOLDER)]
+    if recorded := recorded_versions(folder):
+        written.append(read_plan(folder, recorded[-1]).incarnation)
+    return max(written, default=0)
 
 
 def check_complete(counts: Mapping[str, int], folder: Path, version: int, groups_per_batch: int) -> None:

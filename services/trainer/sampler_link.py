@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from tandem.protos.errors import MissingBaseWeightsError
+from tandem.protos.errors import FencedError, MissingBaseWeightsError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightGroupAddress, WeightManifest
 from tandem.services.buffer.types import Sampler
@@ -73,10 +73,10 @@ class SamplerLink:
         return self._made(stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS))
 
     def join(
-        self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
+        self, address: WeightGroupAddress, first_rank: int, incarnation: int, timeout_seconds: float
     ) -> grpc.Future[rollout_pb2.JoinWeightGroupReply]:
         request = rollout_pb2.JoinWeightGroupRequest(
-            **asdict(address), first_rank=first_rank, timeout_seconds=timeout_seconds
+            **asdict(address), first_rank=first_rank, incarnation=incarnation, timeout_seconds=timeout_seconds
         )
         return self._made(self._rollout.JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS))
 
@@ -95,7 +95,9 @@ class SamplerLink:
             self._call.cancel()
 
     def reply(self, call: grpc.Future[Reply], failure: str) -> Reply | None:
-        """The reply of a call; on failure marks the sampler as failed and returns None."""
+        """The reply of a call; on failure marks the sampler as failed and returns None. Raises FencedError if the
+        sampler has met a later trainer.
+        """
         try:
             return call.result()
         except grpc.FutureCancelledError:
@@ -103,6 +105,8 @@ class SamplerLink:
             return None
         except grpc.RpcError as error:
             cause = from_rpc_error(error)
+            if isinstance(cause, FencedError):  # Redis may not know of it, if it lost its last writes
+                raise FencedError(f"sampler {self.sampler.id}: {cause}") from None
             self._note_failure(f"{failure}: {cause}")
             self.lacks_base = self.lacks_base or isinstance(cause, MissingBaseWeightsError)
             return None

@@ -34,6 +34,7 @@ from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
 from tandem.trainer.batch.record import batch_from_json, read_record
+from tandem.trainer.checkpoints.state import checkpoint_folder
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 
@@ -124,6 +125,7 @@ class Trainer:
     resume_point: ResumePoint
     """Its checkpoint is loaded."""
     clock: PhaseClock = field(default_factory=PhaseClock)
+    incarnation: int = 0
     version: int = 0
     saved_version: int = -1
     skipped_batches: int = 0
@@ -151,6 +153,7 @@ class Trainer:
 
     def recover(self) -> None:
         """Retrains the batches recorded after the checkpoint, in their order and plan."""
+        self.incarnation = self.learner.broadcast_object(self.rank_zero.incarnation if self.rank_zero else None)
         self.version = self.resume_point.checkpoint_version
         self.saved_version = self.version if self.resume_point.checkpoint else -1
         for version in self.resume_point.recorded:
@@ -216,10 +219,9 @@ class Trainer:
         """
         weights = self.recipe.weights
         with self.clock.phase("publish"):
-            incarnation = self.rank_zero.incarnation if self.rank_zero else 0
             location = str(self.recipe.weights_folder / f"{self.version:06d}") if weights.backend == "disk" else ""
             manifest = self.sender.manifest(
-                incarnation, self.version, weights.backend, changed=changed, location=location
+                self.incarnation, self.version, weights.backend, changed=changed, location=location
             )
             snapshot = self.sender.snapshot(manifest) if weights.sends_snapshots else None
             if self.rank_zero:
@@ -257,7 +259,8 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         if self.saved_version != self.version:
-            self.learner.save(self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}", self.version)
+            folder = checkpoint_folder(self.recipe.folder / CHECKPOINTS_FOLDER, self.version, self.incarnation)
+            self.learner.save(folder, self.version, self.incarnation, self.check_incarnation)
             self.saved_version = self.version
         if self.rank_zero:
             self.rank_zero.commit(self.version)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem.protos.errors import NotAdmittedError, UnavailableError
+from tandem.protos.errors import FencedError, NotAdmittedError, UnavailableError
 from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release, run_in_thread
 
 TIMEOUT = 20.0
@@ -347,10 +347,10 @@ def test_a_paused_loop_gives_back_leases_of_a_pending_claim() -> None:
 
 def test_a_refused_claim_is_retried_and_its_reason_is_shown() -> None:
     queue, worker = Queue("a"), Worker()
-    queue.errors["claim"] = [NotAdmittedError("not yet")] * 2
+    queue.errors["claim"] = [NotAdmittedError("not yet"), FencedError("replaced")]
     reasons: set[str] = set()
     run(queue, worker, lambda loop: reasons.add(loop.refusal) or bool(queue.completed))
-    assert reasons == {"not yet", ""}
+    assert reasons == {"not yet", "replaced", ""}
 
 
 def test_a_bug_ends_the_loop_and_the_other_leases_are_released(worker: Worker) -> None:

@@ -56,7 +56,14 @@ def engine_of(folder: Path, config: TrainerConfig) -> TrainingEngine:
 def save(engines: Mapping[str, TrainingEngine], folder: Path, config: TrainerConfig, version: int = 2) -> None:
     """Saves the engines' checkpoint of a batch, with all ranks of the process group."""
     save_checkpoint(
-        engines, folder, config, Rank(CPU), batch_version=version, optimizer_step=version, kl_coefficients={}
+        engines,
+        folder,
+        config,
+        Rank(CPU),
+        batch_version=version,
+        incarnation=1,
+        optimizer_step=version,
+        kl_coefficients={},
     )
 
 

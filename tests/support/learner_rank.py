@@ -189,7 +189,7 @@ def run(model: Path, backend: str, folder: Path) -> dict[str, Any]:
     checkpoint = folder / "checkpoints" / f"{NUM_BATCHES - 1:06d}"
     for version in range(1, NUM_BATCHES):
         train_version(learner, version)
-    learner.save(checkpoint, NUM_BATCHES - 1)
+    learner.save(checkpoint, NUM_BATCHES - 1, 1)
     report["metrics"] = train_version(learner, NUM_BATCHES)
     weights = all_weights(learner)
     learner.export(folder / "export")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from tandem.protos.types import (
     VersionSpan,
 )
 from tandem.trainer.batch.planning import plan_batch
+from tandem.trainer.checkpoints.state import STATE_FILE, checkpoint_folder
 
 NUM_TOKENS_KNOWN = 98  # ids above the special tokens of tests.support.tiny_model
 
@@ -137,3 +139,14 @@ def make_batch(
 def make_payloads(groups: Iterable[TrajectoryGroup]) -> dict[str, bytes]:
     """The groups as the buffer stores them."""
     return {group.group_id: encode_group(group) for group in groups}
+
+
+def write_states(checkpoints: Path, names: Iterable[tuple[int, int]]) -> list[Path]:
+    """Makes the folder `checkpoints` hold one without weights for each version and incarnation. Returns their
+    `state.json`.
+    """
+    states = [checkpoint_folder(checkpoints, version, incarnation) / STATE_FILE for version, incarnation in names]
+    for state in states:
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+    return states

@@ -70,7 +70,7 @@ class Ring:
 
     def join(self, tensor_parallel_size: int = 1) -> None:
         address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo")
-        joined = self.engine.submit("join_weight_group", address, 1, TIMEOUT)
+        joined = self.engine.submit("join_weight_group", address, 1, 1, TIMEOUT)
         self.sender.connect(TIMEOUT)
         joined.result(TIMEOUT)
         self.group_name = address.group_name
@@ -96,7 +96,7 @@ class Ring:
     def catch_up(self, *, sender: WeightSender | None = None, **options: bool) -> Any:
         """Sends a copy of the version to the engine, as to a late joiner, and checks the digests the engine reports."""
         offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, **options)
-        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+        self.engine.submit("join_weight_group", offer.address, 1, 1, TIMEOUT).result(TIMEOUT)
         report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
         assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
         return offer

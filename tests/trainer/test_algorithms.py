@@ -232,7 +232,7 @@ def test_critic_and_kl_coefficients_resume_bit_for_bit(
                 )
                 metrics = learner.train(batch, by_id).metrics
                 if version == 2:
-                    learner.save(tmp_path / "000002", 2)
+                    learner.save(tmp_path / "000002", 2, 1)
             critic = weights_of(learner._critic.engine)
             return all_weights(learner), critic, metrics
         finally:

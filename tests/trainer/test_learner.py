@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from tandem.protos.types import Segment, TrajectoryGroup
 from tandem.trainer.batch.record import write_record
-from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
+from tandem.trainer.checkpoints.state import checkpoint_folder, latest_checkpoint, list_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tests.support.engine_inputs import equal, relative_error
@@ -121,14 +121,14 @@ def test_resume_is_bit_exact(make_learner: MakeLearner, tmp_path: Path, engine_s
     learner = make_learner(**settings)
     for version in (1, 2, 3):
         train(learner, version)
-        learner.save(tmp_path / "checkpoints" / f"{version:06d}", version)
+        learner.save(checkpoint_folder(tmp_path / "checkpoints", version, 1), version, 1)
     train(learner, 4)
     expected = all_weights(learner)
-    assert [version for version, _ in list_checkpoints(tmp_path / "checkpoints")] == [2, 3]
+    assert [version for version, _, _ in list_checkpoints(tmp_path / "checkpoints")] == [2, 3]
     newest = latest_checkpoint(tmp_path / "checkpoints")
     assert newest is not None
     resumed = make_learner(**settings)
-    assert resumed.load(newest[1]) == 3
+    assert resumed.load(newest[2]) == 3
     assert resumed.optimizer_step == 3
     train(resumed, 4)
     assert equal(all_weights(resumed), expected)
@@ -136,7 +136,7 @@ def test_resume_is_bit_exact(make_learner: MakeLearner, tmp_path: Path, engine_s
 
 def test_a_checkpoint_of_another_engine_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "000001"
-    make_learner(zero_stage=1).save(folder, 1)
+    make_learner(zero_stage=1).save(folder, 1, 1)
     with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 0: resume with 1"):
         make_learner().load(folder)
     with pytest.raises(ConfigError, match=r"trainer\.backend = deepspeed, not fsdp: resume with deepspeed") as failure:
@@ -158,12 +158,12 @@ def test_a_full_disk_leaves_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr("tandem.trainer.checkpoints.durable.os.fsync", full)
         with pytest.raises(EnvironmentLackError, match="no space left"):
-            learner.save(tmp_path / "000001", 1)
+            learner.save(tmp_path / "000001-1", 1, 1)
         with pytest.raises(EnvironmentLackError, match="no space left"):
             learner.export(tmp_path / "hf")
     assert list_checkpoints(tmp_path) == [] and not (tmp_path / "hf").exists()
-    learner.save(tmp_path / "000001", 1)
-    assert [version for version, _ in list_checkpoints(tmp_path)] == [1]
+    learner.save(tmp_path / "000001-1", 1, 1)
+    assert [version for version, _, _ in list_checkpoints(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -30,7 +30,7 @@ from tandem.protos.codec import (
 )
 from tandem.protos.errors import DataError, LedgerError
 from tandem.protos.types import PlannedRow, TrainBatch
-from tandem.trainer.checkpoints.durable import atomic_folder
+from tandem.trainer.checkpoints.durable import atomic_folder, write_file
 
 BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"
@@ -52,11 +52,13 @@ def record_folder(run_folder: Path, version: int) -> Path:
 
 def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
     """Writes the record atomically and returns once it is on disk. Raises LedgerError if this version is already
-    recorded; DataError if a payload is missing or cannot be read; EnvironmentLackError if the disk is full.
+    recorded, by this trainer or by one that runs beside it; DataError if a payload is missing or cannot be read;
+    EnvironmentLackError if the disk is full.
     """
     folder = record_folder(run_folder, batch.policy_version)
+    exists = LedgerError(f"{folder} exists: version {batch.policy_version} was trained on another batch")
     if folder.exists():
-        raise LedgerError(f"{folder} exists: version {batch.policy_version} was trained on another batch")
+        raise exists
     missing = [group_id for group_id in batch.group_ids if group_id not in payloads]
     if missing:
         raise DataError(f"batch {batch.policy_version}: no payload of group {missing[0]}")
@@ -64,18 +66,18 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _FILE_SCHEMA) as writer:
         writer.write_table(table)
-    with atomic_folder(folder) as begun:
-        (begun / GROUPS_FILE).write_bytes(sink.getvalue())
-        (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
+    try:
+        with atomic_folder(folder, writer=str(batch.incarnation), replaces=False) as begun:
+            (begun / GROUPS_FILE).write_bytes(sink.getvalue())
+            (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
+    except FileExistsError:
+        raise exists from None
 
 
 def write_advantages(run_folder: Path, version: int, advantages: Mapping[tuple[str, int], float]) -> None:
     """Adds the mean advantages of the trajectories to a record. Raises OSError."""
     values = {f"{group_id}/{number}": value for (group_id, number), value in advantages.items()}
-    file = record_folder(run_folder, version) / ADVANTAGES_FILE
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_file(record_folder(run_folder, version) / ADVANTAGES_FILE, f"{json.dumps(values)}\n".encode())
 
 
 def read_advantages(run_folder: Path, version: int) -> dict[tuple[str, int], float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.trainer.checkpoints.durable import disk_full_error
+from tandem.trainer.checkpoints.durable import disk_full_error, make_folder, write_file
 
 REJECTED_FOLDER = "rejected"
 
@@ -23,10 +23,8 @@ def write_rejected(run_folder: Path, version: int, group_id: str, reason: str, p
     """Keeps a rejected group. Raises EnvironmentLackError if the disk is full."""
     folder = rejected_folder(run_folder, version)
     with disk_full_error(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{group_id}"
-        temporary.write_bytes(payload)
-        temporary.replace(folder / f"{group_id}.{reason}")
+        make_folder(folder)
+        write_file(folder / f"{group_id}.{reason}", payload)
 
 
 def read_rejected(run_folder: Path, version: int) -> Iterator[tuple[str, bytes]]:

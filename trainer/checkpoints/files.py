@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,16 +27,22 @@ def save_checkpoint(
     ranks: Rank,
     *,
     batch_version: int,
+    incarnation: int,
     optimizer_step: int,
     kl_coefficients: Mapping[str, float],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes the checkpoint and returns when it is on disk. All ranks must call it.
 
     `engines`: the policy's as `engine`, and others (`critic`), each in a folder of that name. Frozen parameters are
-    left out. Raises EnvironmentLackError if the disk is full. Earlier checkpoints are untouched.
+    left out. `check` raises on rank 0 if another trainer took over: before anything is written, and before the
+    checkpoint gets its name. Raises EnvironmentLackError if the disk is full. Earlier checkpoints are untouched.
     """
+    if ranks.rank == 0:
+        check()
     state = CheckpointState(
         batch_version=batch_version,
+        incarnation=incarnation,
         optimizer_step=optimizer_step,
         backend=config.backend,
         world_size=ranks.world_size,
@@ -47,7 +53,7 @@ def save_checkpoint(
         kl_coefficients=dict(kl_coefficients),
     )
     begun = partial_folder(folder)
-    with atomic_folder(folder) if ranks.rank == 0 else disk_full_error(folder):
+    with atomic_folder(folder, before_rename=check) if ranks.rank == 0 else disk_full_error(folder):
         ranks.barrier()
         for name, engine in engines.items():
             engine.save(begun / name)

@@ -1,18 +1,21 @@
-"""Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
-and `state.json`. The version is that of the last batch that the weights contain. Imports no torch.
+"""Checkpoints: `checkpoints/<version>-<incarnation>` holds a folder of the backend's files for each engine, the ranks'
+random states, and `state.json`. The version is that of the last batch that the weights contain, the incarnation that of
+the trainer that wrote it, so that a trainer never writes into the checkpoint of another one. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.protos.errors import DataError
+from tandem.trainer.checkpoints.durable import remove_folder
 
 STATE_FILE = "state.json"
-FORMAT = 3
+FORMAT = 4
+_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))?")  # checkpoints of format 3 name no incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +36,35 @@ class CheckpointState:
     """
     kl_coefficients: dict[str, float]
     """The current coefficients of the KL penalties."""
+    incarnation: int = 0
+    """Of the trainer that wrote it; 0 in format 3."""
 
 
-def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(version, folder) of every complete checkpoint inside the folder `checkpoints`, ascending."""
-    entries = (entry for entry in checkpoints.glob("[0-9]*") if (entry / STATE_FILE).exists())
-    return sorted((int(entry.name), entry) for entry in entries if entry.name.isdigit())
+def checkpoint_folder(checkpoints: Path, version: int, incarnation: int) -> Path:
+    """The folder of a checkpoint inside the folder `checkpoints`."""
+    return checkpoints / f"{version:06d}-{incarnation}"
 
 
-def latest_checkpoint(checkpoints: Path) -> tuple[int, Path] | None:
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """(version, incarnation, folder) of every complete checkpoint inside the folder `checkpoints`, ascending.
+
+    Every batch is recorded once, so two checkpoints of one version hold the same batches. The one of the later
+    incarnation comes last.
+    """
+    names = ((_NAME.fullmatch(entry.name), entry) for entry in checkpoints.glob("[0-9]*"))
+    found = [(int(name[1]), int(name[2] or 0), entry) for name, entry in names if name]
+    return sorted(one for one in found if (one[2] / STATE_FILE).exists())
+
+
+def latest_checkpoint(checkpoints: Path) -> tuple[int, int, Path] | None:
     """The newest complete checkpoint, or None."""
     return max(list_checkpoints(checkpoints), default=None)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int) -> None:
     """Deletes all but the newest `keep`."""
-    for _, folder in list_checkpoints(checkpoints)[:-keep]:
-        shutil.rmtree(folder)
+    for _, _, folder in list_checkpoints(checkpoints)[:-keep]:
+        remove_folder(folder)
 
 
 def read_state(folder: Path) -> CheckpointState:

@@ -1,7 +1,8 @@
 -- ARGV: request, stage, worker, generation, n, lease in ms. Returns id, token, payload, partial of each claim.
 local stage = ARGV[2]
 sweep(stage)
-local refusal = stage == 'prompts' and not_admitted(ARGV[3], ARGV[4])
+local check = stage == 'prompts' and not_admitted or refuse_replaced
+local refusal = check(ARGV[3], ARGV[4])
 if refusal then
   signal(stage) -- this worker may have taken a token that another one needs
   return refusal

@@ -6,12 +6,28 @@ local META = KEYS[1]
 local PREFIX = string.sub(META, 1, -5)
 local ANSWER_MS = 60000
 
-local CLOCK = redis.call('TIME')
-local NOW_MS = CLOCK[1] * 1000 + math.floor(CLOCK[2] / 1000)
+local LONGEST_STEP_MS = 5000 -- services call every second
 
 local function key(name, id)
   if id then return PREFIX .. name .. ':' .. id end
   return PREFIX .. name
+end
+
+-- Leases and heartbeats are measured by NOW_MS. It follows the clock of Redis' host but does not jump with it: where
+-- that was set back, NOW_MS goes on from the last call, and between two calls it grows by at most LONGEST_STEP_MS. So
+-- nothing expires because a clock was set or Redis stood still. The last time is written once a second, so that most
+-- calls that only read write nothing; a full Redis does not write it (pcall), and the next call tries again.
+local CLOCK = redis.call('TIME')
+local WALL_MS = CLOCK[1] * 1000 + math.floor(CLOCK[2] / 1000)
+local NOW_MS
+do
+  local last = redis.call('HMGET', key('clock'), 'wall_ms', 'offset_ms')
+  local step_ms, offset_ms = WALL_MS - (last[1] or 0), last[2] or 0
+  if last[1] then offset_ms = offset_ms + math.min(math.max(step_ms, 0), LONGEST_STEP_MS) - step_ms end
+  NOW_MS = WALL_MS + offset_ms
+  if (step_ms < 0 or step_ms >= 1000) and redis.call('EXISTS', META) == 1 then
+    redis.pcall('HSET', key('clock'), 'wall_ms', WALL_MS, 'offset_ms', offset_ms)
+  end
 end
 
 -- `class` is the error that the client raises, a class of protos/errors.py.

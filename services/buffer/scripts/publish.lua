@@ -25,7 +25,7 @@ redis.call('HSET', META, 'published_version', ARGV[2])
 local admitted = {}
 for i = first_sampler, #ARGV, 2 do
   -- A sampler that restarted after its acknowledgement has its first weights again, so it stays JOINING.
-  local generation = redis.call('HGET', sampler_key(ARGV[i]), 'generation')
+  local generation = redis.call('HGET', key('generations'), ARGV[i])
   if generation and (ARGV[i + 1] == '' or ARGV[i + 1] == generation) then
     admit_sampler(ARGV[i], ARGV[2], ARGV[1])
     admitted[ARGV[i]] = true

@@ -1,4 +1,4 @@
--- ARGV: name, address
+-- ARGV: name, address. Returns the generation of this start.
 redis.call('HSET', key('services'), ARGV[1], ARGV[2])
 redis.call('HSET', key('beats'), ARGV[1], NOW_MS)
-return 1
+return next_generation(ARGV[1])

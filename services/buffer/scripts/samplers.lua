@@ -5,8 +5,19 @@ local function sampler_key(id)
 end
 
 -- A process whose name was taken by a later start is refused wherever it sends its generation ('' is not checked).
-local function replaced(id, generation)
-  return generation ~= '' and redis.call('HGET', sampler_key(id), 'generation') ~= generation
+-- A Redis that lost the last start knows a lower one.
+local function replaced(name, generation)
+  return generation ~= '' and number_of(key('generations'), name, 0) > tonumber(generation)
+end
+
+local function refuse_replaced(name, generation)
+  if replaced(name, generation) then
+    return refuse('FencedError', 'service ' .. name .. ' was replaced by a later start of it')
+  end
+end
+
+local function next_generation(name)
+  return redis.call('HINCRBY', key('generations'), name, 1)
 end
 
 local function admit_sampler(id, version, incarnation)
@@ -26,15 +37,14 @@ end
 
 -- Only a sampler with the published version may claim prompts.
 local function not_admitted(id, generation)
-  local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version', 'generation')
+  local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
   local published = redis.call('HGET', META, 'published_version') or '-1'
-  if tonumber(sampler[3] or 0) < (tonumber(generation) or 0) then
+  if number_of(key('generations'), id, 0) < (tonumber(generation) or 0) then
     return refuse('LostWritesError', 'has lost the registration of sampler ' .. id)
   end
+  local refusal = refuse_replaced(id, generation)
+  if refusal then return refusal end
   if not sampler[1] then return refuse('NotAdmittedError', 'sampler ' .. id .. ' has not registered') end
-  if replaced(id, generation) then
-    return refuse('FencedError', 'sampler ' .. id .. ' was replaced by a later start of it')
-  end
   if redis.call('SISMEMBER', key('paused'), id) == 1 or redis.call('SISMEMBER', key('paused'), '*') == 1 then
     return refuse('NotAdmittedError', 'sampler ' .. id .. ' is paused until it is resumed')
   end

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.protos.errors import MissingBaseWeightsError, WeightTransferError
+from tandem.protos.errors import FencedError, MissingBaseWeightsError, MissingVersionError, WeightTransferError
 from tandem.protos.types import SamplingParameters, Trajectory, VersionSpan
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments
@@ -163,6 +163,27 @@ def test_disk_a_private_copy_and_an_unchanged_version_give_the_same_weights(ring
     assert ring.agrees(LONG)
     ring.join()
     ring.update()
+
+
+def test_weights_of_an_earlier_version_or_trainer_and_a_number_without_weights_are_refused(ring: Ring) -> None:
+    def offer(incarnation: int, version: int, *, changed: bool) -> None:
+        manifest = ring.sender.manifest(incarnation, version, "gloo", changed=changed)
+        ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT).result(TIMEOUT)
+
+    with pytest.raises(FencedError, match=f"has version {ring.version} of incarnation 1"):
+        offer(1, ring.version - 1, changed=True)
+    with pytest.raises(FencedError, match="incarnation 0 was replaced by 1"):
+        offer(0, ring.version + 1, changed=True)
+    address = ring.sender.prepare("127.0.0.1", 2, "gloo")
+    with pytest.raises(FencedError, match="takes no weights from it"):
+        ring.engine.submit("join_weight_group", address, 1, 0, TIMEOUT).result(TIMEOUT)
+    for incarnation, version in ((1, ring.version + 2), (1, ring.version), (2, ring.version + 1)):
+        with pytest.raises(MissingVersionError, match="came without weights"):
+            offer(incarnation, version, changed=False)
+    assert ring.engine.call("policy_version") == ring.version
+    ring.join()
+    ring.update()
+    assert ring.agrees()
 
 
 def test_an_engine_that_gets_differences_samples_from_each_version(ring: Ring) -> None:

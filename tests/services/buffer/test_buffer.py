@@ -358,7 +358,7 @@ def test_a_restarted_sampler_gives_its_leases_back_and_its_zombie_is_refused(buf
     assert not ring.finish(buffer, zombie_claims[0])
     with pytest.raises(FencedError, match="replaced by a later start"):
         ring.claim(buffer, "prompts")
-    buffer.heartbeat(ring.SAMPLER, {"tokens": 1.0})
+    assert buffer.heartbeat(ring.SAMPLER, {"tokens": 1.0}) == "replaced"
     assert buffer.figures() == {}, "a zombie's heartbeat is ignored"
     again = ring.claim(reborn, "prompts", 2)
     assert [(claim.group_id, claim.partial) for claim in again] == [("0-0", b"half"), ("0-1", None)]

@@ -17,15 +17,18 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.protos.errors import ConfigError, RunExistsError, UnavailableError
+from tandem.services import logging_setup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.cli import app
+from tandem.services.commands import serve as serve_command
 from tandem.services.config import Recipe, dump_recipe, load_resolved
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.launcher import StartedByHand
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run import ledger as run_ledger
+from tandem.services.run import placement, preflight
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.ledger import join_run
 from tandem.services.run.resume import with_zero_stage
@@ -50,14 +53,14 @@ def changed(recipe: Recipe, **run: object) -> Recipe:
 
 
 @pytest.fixture
-def serve(recipe: Recipe, redis_url: str, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def serve(recipe: Recipe, redis_url: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts a service by hand; its output goes to `<service>.log`."""
     (tmp_path / "recipe.json").write_text(dump_recipe(recipe))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": redis_url, "HF_HUB_OFFLINE": "1"}
     with ExitStack() as stack:
 
-        def start(service: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "tandem.services.cli", "serve", service, "recipe.json"]
+        def start(service: str, *options: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "tandem.services.cli", "serve", service, "recipe.json", *options]
             log = stack.enter_context(open(tmp_path / f"{service}.log", "ab"))
             process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
             stack.enter_context(process)
@@ -78,7 +81,7 @@ def until(what: Callable[[], bool], *processes: subprocess.Popen[bytes], folder:
 
 @pytest.mark.slow
 def test_in_any_order_the_feed_creates_the_run(
-    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+    recipe: Recipe, redis_url: str, serve: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     buffer = Buffer(redis_url, recipe.run.run_id)
     reward = serve("reward")
@@ -88,7 +91,9 @@ def test_in_any_order_the_feed_creates_the_run(
     until(lambda: buffer.counts()["prompts_waiting"] == (S + 1) * P, feed, reward, folder=tmp_path)
     written = load_resolved(recipe.folder / CONFIG_FILE)
     assert written == with_zero_stage(recipe, resume=False), "`tandem ledger`, `tandem eval` find it there"
-    for process in (feed, reward):
+    later = [serve("feed"), serve("reward", "--replica", "0")]
+    assert [process.wait(timeout=DEADLINE_SECONDS) for process in (feed, reward)] == [0, 0], "two of one name: one ends"
+    for process in later:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=DEADLINE_SECONDS) == 0
     assert buffer.admission().cursor == (S + 1) * P and buffer.verify() == []
@@ -97,7 +102,7 @@ def test_in_any_order_the_feed_creates_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["finished", "stopped"])
 def test_services_of_a_run_that_ends_exit_with_code_0(
-    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, how: Any
+    recipe: Recipe, redis_url: str, serve: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, how: Any
 ) -> None:
     buffer = Buffer(redis_url, recipe.run.run_id)
     processes = [serve("feed"), serve("reward")]
@@ -139,6 +144,39 @@ def test_a_service_that_starts_before_the_feed_waits_for_it_to_resume_the_run(
     late = threading.Event()
     Heartbeat(info, late).send()
     assert late.is_set(), "nobody has resumed it"
+
+
+def test_a_service_whose_name_a_later_start_took_ends(
+    recipe: Recipe, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stops = [threading.Event(), threading.Event()]
+    heartbeats = []
+    for stop in stops:
+        buffer = Buffer(redis_url, recipe.run.run_id)
+        buffer.register_service("feed", "127.0.0.1:1")
+        heartbeats.append(Heartbeat(ServiceInfo("feed", dict, lambda: "waits", buffer), stop))
+    for heartbeat in heartbeats:
+        heartbeat.send()
+    assert [stop.is_set() for stop in stops] == [True, False]
+    assert "another process has started as feed; this one ends" in caplog.text
+
+
+def test_a_sampler_that_is_started_alone_gets_the_core_that_a_supervisor_would_give_it(
+    recipe: Recipe, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"num_replicas": 2})})
+    (tmp_path / "two.json").write_text(dump_recipe(two))
+    names = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    monkeypatch.setattr(os, "environ", {**environment, "TANDEM_REDIS_URL": redis_url})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 7})
+    monkeypatch.setattr(placement, "gpu_ids", lambda: ())
+    monkeypatch.setattr(preflight, "check_service", lambda *_: None)
+    monkeypatch.setattr(logging_setup, "configure_logging", lambda *_, **__: None)
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(serve_command, "_serve", lambda *_: seen.update(os.environ))
+    serve_command.serve_one("rollout", tmp_path / "two.json", [], 1, "none")
+    assert [seen[name] for name in names] == ["1", "7"]
 
 
 class CountingLock:
@@ -296,7 +334,7 @@ def test_a_controller_restarts_without_losing_orders_and_is_steered_from_anywher
 
 @pytest.mark.slow
 def test_replicas_that_are_started_alike_have_names_and_addresses_of_their_own(
-    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+    recipe: Recipe, redis_url: str, serve: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     buffer = Buffer(redis_url, recipe.run.run_id)
     processes = [serve("feed"), serve("reward"), serve("reward")]
@@ -309,7 +347,7 @@ def test_replicas_that_are_started_alike_have_names_and_addresses_of_their_own(
 
 @pytest.mark.slow
 def test_a_sampler_that_is_to_leave_ends_with_exit_code_0(
-    recipe: Recipe, redis_url: str, serve: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+    recipe: Recipe, redis_url: str, serve: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     model = {"path": str(build_tiny_model(tmp_path / "tiny"))}
     rollout = {"engine": "transformers", "kv_cache_bytes": 1 << 22, "max_response_tokens": 8}

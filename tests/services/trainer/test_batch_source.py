@@ -80,6 +80,22 @@ def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path
         run.source().poll(0, 1.0)
 
 
+def test_a_group_of_a_version_that_does_not_exist_is_dropped_and_replaced(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, trainer={"max_consecutive_rejections": 2})
+    lie = different_rewards(1, versions=(7,))
+    put_scored(run.buffer, [*lie, *different_rewards(2, start=1)])
+    source = run.source()
+    batch = source.poll(0, 1.0)
+    assert batch is not None and batch.group_ids == ("0-1", "0-2")
+    assert source.take_rejections()["rejected_unknown_version"] == 1
+    counts = run.buffer.counts()
+    assert (counts["dropped:unknown_version"], counts["outstanding"]) == (1, 2)
+    assert run.buffer.verify() == []
+    put_scored(run.buffer, different_rewards(2, start=3, versions=(7,)))
+    with pytest.raises(SelectionError, match="samplers stamp versions that were never published"):
+        run.source().poll(1, 1.0)
+
+
 def test_too_many_drops_in_a_row_end_the_run_with_the_scorers_error(tmp_path: Path, redis_url: str) -> None:
     run = Run(tmp_path, redis_url, run={"max_consecutive_drops": 3})
     drop(run.buffer, 2, start=0)
@@ -117,17 +133,22 @@ def test_each_selection_rule_rejects_with_its_reason(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, run={"hard_staleness_cap": 3}, trainer=SELECTIVE)
 
     def reason(**group: Any) -> str | None:
-        return rejection(recipe, group_headers(make_group(0, **group)), 4)
+        return rejection(recipe, group_headers(make_group(0, **group)), 4, 1)
 
     mixed = (0.0, 1.0, 0.0, 1.0)
     assert reason(rewards=mixed, versions=(1, 4)) is None
     assert reason(rewards=mixed, versions=(0, 4)) == "stale", "the oldest token counts"
     assert reason(rewards=(1.0, None, None, None), versions=(4,)) == "too_few_scored_rows"
     assert reason(rewards=(1.0, 1.0, None, None), versions=(4,)) == "zero_variance"
+    assert reason(rewards=mixed, versions=(4, 5)) == "unknown_version", "version 5 does not exist yet"
+    assert reason(rewards=mixed, versions=(-1,)) == "unknown_version", "weights that no trainer has sent"
+    assert reason(rewards=mixed, versions=()) == "unknown_version"
+    of_incarnation_1 = group_headers(make_group(0, rewards=mixed, versions=(4,)))
+    assert rejection(recipe, of_incarnation_1, 4, 0) == "unknown_version", "an incarnation that has not begun"
     assert reason(rewards=(1.0, 1.0, 1.0, 1.0), versions=(4,), baseline=True) == "zero_variance", (
         "a baseline is no row to train"
     )
-    assert rejection(make_recipe(tmp_path), group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
+    assert rejection(make_recipe(tmp_path), group_headers(make_group(0, rewards=(1.0,) * 4)), 1000, 1) is None
 
 
 def test_total_rewards_are_compared_whichever_tokens_earned_them(tmp_path: Path) -> None:
@@ -141,7 +162,7 @@ def test_total_rewards_are_compared_whichever_tokens_earned_them(tmp_path: Path)
             earned = [np.zeros(len(one.ids), np.float32) for one in row.trajectory.segments]
             earned[0][np.flatnonzero(row.trajectory.segments[0].loss_mask)[0]] = number
             rows.append(replace(row, trajectory=replace(row.trajectory, token_rewards=tuple(earned))))
-        return rejection(recipe, group_headers(replace(group, rows=tuple(rows))), 4)
+        return rejection(recipe, group_headers(replace(group, rows=tuple(rows))), 4, 1)
 
     assert reason(1.0, 1.0) == "zero_variance"
     assert reason(0.0, 1.0) is None
@@ -153,11 +174,11 @@ def test_selection_rules_with_a_greedy_baseline(tmp_path: Path) -> None:
     def reason(greedy: float | None, rewards: tuple[float | None, ...], num_segments: int = 1) -> str | None:
         given = (*rewards, greedy)
         made = make_group(0, num_samples=len(rewards), rewards=given, baseline=True, num_segments=num_segments)
-        return rejection(recipe, group_headers(made), 4)
+        return rejection(recipe, group_headers(made), 4, 1)
 
     assert reason(1.0, (0.0, 1.0), num_segments=2) is None
     assert reason(None, (0.0, 1.0)) == "no_scored_baseline"
-    assert rejection(recipe, group_headers(make_group(0)), 4) == "no_scored_baseline", "sampled without one"
+    assert rejection(recipe, group_headers(make_group(0)), 4, 1) == "no_scored_baseline", "sampled without one"
     assert reason(1.0, (None, None)) == "too_few_scored_rows", "a baseline is no row to train"
     assert reason(1.0, (1.0, 1.0)) == "zero_variance"
     assert reason(0.0, (0.0,)) == "zero_variance", "as good as the greedy answer"

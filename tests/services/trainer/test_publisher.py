@@ -64,7 +64,7 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         self.value = float("nan")
         self.applied: dict[str, torch.Tensor] = {}
         self.updates = 0
-        self.joins = 0
+        self.joins = self.joined_incarnation = 0
         self.fault: Exception | None = None
         self.hold = threading.Event()
         self.hold.set()
@@ -92,6 +92,7 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         self._receiver.start_join(asdict(address), request.first_rank, self._store, request.timeout_seconds)
         await self._end_of_job()
         self.joins += 1
+        self.joined_incarnation = request.incarnation
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(
@@ -327,10 +328,20 @@ def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring)
 def test_a_replaced_trainer_publishes_nothing(ring: Ring) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
+    assert sampler.joined_incarnation == ring.incarnation, "a sampler refuses that of an earlier trainer"
     ring.buffer.begin_incarnation()
     with pytest.raises(FencedError):
         ring.publish(1)
     assert sampler.value == 0.0
+
+
+def test_a_trainer_that_a_sampler_refuses_as_replaced_ends(ring: Ring) -> None:
+    sampler = ring.sampler("rollout-0")
+    ring.publish(0)
+    sampler.fault = FencedError("trainer incarnation 1 was replaced by 2")
+    with pytest.raises(FencedError, match="sampler rollout-0: trainer incarnation 1 was replaced by 2"):
+        ring.publish(1)
+    assert ring.buffer.published_version() == 0
 
 
 @differences

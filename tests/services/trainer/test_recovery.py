@@ -40,7 +40,7 @@ from tandem.trainer.batch.record import read_plan, record_folder, recorded_versi
 from tandem.trainer.learner import Learner
 from tests.support.redis_ring import losing_writes
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
-from tests.support.training_groups import make_batch, make_group, make_payloads
+from tests.support.training_groups import make_batch, make_group, make_payloads, write_states
 from tests.support.waiting import eventually
 
 TOTAL = 4
@@ -311,7 +311,7 @@ def test_a_start_reads_only_the_plans_of_batches_that_redis_has_not_committed(
     for version in range(1, 7):
         batch, groups = make_batch([make_group(version)], policy_version=version)
         write_record(tmp_path, batch, make_payloads(groups.values()))
-    monkeypatch.setattr(recovery, "latest_checkpoint", lambda _folder: (4, tmp_path))
+    write_states(tmp_path / "checkpoints", [(4, 1)])
     read: list[int] = []
     monkeypatch.setattr(recovery, "read_plan", lambda *of: read.append(of[1]) or read_plan(*of))
     buffer = make_run(redis_url, make_recipe(tmp_path))

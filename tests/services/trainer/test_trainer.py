@@ -7,25 +7,31 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.protos.errors import FencedError, SelectionError, TrainingError
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.types import Sampler
+from tandem.services.trainer import batch_source
 from tandem.services.trainer.ranks import run_local_ranks
+from tandem.services.trainer.recovery import highest_incarnation
 from tandem.services.trainer.watchdog import Watchdog, diagnose
-from tandem.trainer.batch.record import recorded_versions
+from tandem.trainer.batch.record import recorded_versions, write_record
+from tandem.trainer.checkpoints import files
+from tandem.trainer.checkpoints.state import list_checkpoints, read_state
 from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
-from tests.support.training_groups import make_group
+from tests.support.training_groups import make_batch, make_group, make_payloads, write_states
 from tests.support.waiting import eventually, looping
 
 
@@ -322,3 +328,52 @@ def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
     ranks.join(60)
     assert codes == [0]
     assert len(list(tmp_path.glob("stopped*"))) == 2
+
+
+def test_a_batch_that_was_recorded_with_versions_that_do_not_exist_ends_no_run(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 1})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, [*different_rewards(1, versions=(9,)), *different_rewards(1, start=1)])
+    monkeypatch.setattr(batch_source, "rejection", lambda *_: None)  # as before such groups were rejected
+    assert train(recipe, redis_url)
+    (line,) = lines_of(recipe)
+    assert (line["unknown_version_rows"], line["staleness_counts"]) == (4, [8])
+    assert "batch 1 was recorded with 4 rows of versions that no trainer published" in caplog.text
+
+
+def test_a_trainer_that_is_replaced_while_it_saves_leaves_no_checkpoint(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 1})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(P))
+    original = files._random_states
+
+    def wake_up_late() -> dict[str, torch.Tensor]:
+        buffer.begin_incarnation()
+        return original()
+
+    monkeypatch.setattr(files, "_random_states", wake_up_late)
+    with pytest.raises(FencedError):
+        train(recipe, redis_url)
+    assert list((recipe.folder / "checkpoints").iterdir()) == []
+    monkeypatch.setattr(files, "_random_states", original)
+    assert train(recipe, redis_url), "the successor writes its own"
+    ((version, incarnation, folder),) = list_checkpoints(recipe.folder / "checkpoints")
+    assert (version, incarnation) == (1, buffer.counts()["incarnation"])
+    assert read_state(folder).incarnation == incarnation
+
+
+def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(tmp_path: Path, redis_url: str) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 1})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(P))
+    (state,) = write_states(recipe.folder / "checkpoints", [(0, 41)])
+    assert highest_incarnation(recipe.folder) == 41
+    assert buffer.begin_incarnation(41) == 42, "a Redis that lost its last writes would begin the second again"
+    state.unlink()
+    batch, groups = make_batch([make_group(0)], policy_version=1)
+    write_record(recipe.folder, replace(batch, incarnation=50), make_payloads(groups.values()))
+    assert highest_incarnation(recipe.folder) == 50

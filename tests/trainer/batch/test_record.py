@@ -145,26 +145,18 @@ def test_a_batch_survives_json(recorded: Recorded) -> None:
     assert batch_from_json(json.loads(json.dumps(batch_to_json(batch)))) == batch
 
 
-# ---- folders that are replaced atomically ----
-
-
-def test_a_folder_replaces_the_previous_one(tmp_path: Path) -> None:
-    for text in ("one", "two"):
-        with atomic_folder(tmp_path / "new") as begun:
-            (begun / text).touch()
-    assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["two"]
-
-
-def test_an_exception_keeps_the_previous_folder(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "new"):
-        raise RuntimeError("a bug")
-    assert os.listdir(tmp_path) == ["new"]
-
-
-def test_a_file_at_the_target_path_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "new").write_text("mine")
-    refused = pytest.raises(EnvironmentLackError, match="new: a file stands where a folder is needed")
-    with refused, atomic_folder(tmp_path / "new"):
-        pytest.fail("it was begun")
-    assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new").read_text() == "mine"
+def test_of_two_trainers_that_record_one_version_the_first_wins(tmp_path: Path, recorded: Recorded) -> None:
+    batch, groups = recorded
+    payloads = make_payloads(groups.values())
+    first, second = replace(batch, incarnation=3), replace(batch, incarnation=4)
+    slept = pytest.raises(FileExistsError)
+    with slept, atomic_folder(record_folder(tmp_path, 3), writer="3", replaces=False) as begun:
+        (begun / "plan.json").write_text("half")
+        write_record(tmp_path, second, payloads)
+        assert not begun.exists(), "what the first has begun is of no use"
+        begun.mkdir()  # it goes on nevertheless
+        (begun / "groups.arrow").write_text("half")
+    with pytest.raises(LedgerError, match="000003 exists"):
+        write_record(tmp_path, first, payloads)
+    assert read_record(tmp_path, 3)[0] == second
+    assert os.listdir(tmp_path / "batches") == ["000003"]

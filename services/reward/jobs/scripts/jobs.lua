@@ -121,7 +121,7 @@ end
 
 -- Progress extends a job's retention. An open job with nothing waiting is deleted after it.
 local function touch(id)
-  redis.call('ZADD', EXPIRING, NOW_MS + retention_ms(), id)
+  redis.call('ZADD', EXPIRING, WALL_MS + retention_ms(), id)
 end
 
 -- Bytes kept for jobs: records, rubrics of unfinished jobs, results.
@@ -152,8 +152,8 @@ local function give_up_results(spared)
 end
 
 local function finish(id, state)
-  local expires = string.format('%.0f', NOW_MS + retention_ms())
-  redis.call('HSET', key('job', id), 'state', state, 'finished_ms', NOW_MS, 'expires_ms', expires)
+  local expires = string.format('%.0f', WALL_MS + retention_ms())
+  redis.call('HSET', key('job', id), 'state', state, 'finished_ms', WALL_MS, 'expires_ms', expires)
   touch(id)
   hold(id, 0 - redis.call('STRLEN', key('rubric', id)))
   redis.call('UNLINK', key('items', id), key('partials', id), key('chunks', id), key('rubric', id))
@@ -173,7 +173,7 @@ local function forget(id)
 end
 
 local function forget_expired()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW_MS, 'LIMIT', 0, LOOKS)) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', WALL_MS, 'LIMIT', 0, LOOKS)) do
     if num_waiting(figures_of(id)) > 0 then
       touch(id)
     else

@@ -18,7 +18,7 @@ if refusal then return refusal end
 id = ARGV[1]
 redis.call('HSET', key('job', id), 'idempotency_key', ARGV[2], 'priority', ARGV[4], 'name', ARGV[5], 'digest', ARGV[6])
 redis.call('HSET', key('job', id), 'rubric_sha', redis.sha1hex(ARGV[3]), 'owner', owner)
-redis.call('HSET', key('job', id), 'state', 'OPEN', 'created_ms', NOW_MS, 'finished_ms', 0, 'expires_ms', 0)
+redis.call('HSET', key('job', id), 'state', 'OPEN', 'created_ms', WALL_MS, 'finished_ms', 0, 'expires_ms', 0)
 redis.call('HSET', key('job', id), 'num_items', 0, 'num_scored', 0, 'sum_values', 0, 'num_results', 0)
 redis.call('HSET', key('job', id), 'num_chunks', 0, 'open_chunks', 0, 'unscored_bytes', 0, 'rank', 0)
 redis.call('SET', key('rubric', id), ARGV[3])

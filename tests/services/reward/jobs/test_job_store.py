@@ -140,7 +140,7 @@ def test_ended_and_abandoned_jobs_are_forgotten_after_retention_and_waiting_ones
     again = store.submit("done", rubric="another", priority=1)
     assert again.job_id != done.job_id and finish(store, claim(store), 1)
     eventually(lambda: not store.list_jobs(10))
-    assert keys_of(store) <= {"meta", "signal:waiting"}
+    assert keys_of(store) <= {"clock", "meta", "signal:waiting"}
 
 
 def test_namespaces_are_separate(redis_url: str) -> None:
@@ -265,7 +265,7 @@ def test_deleting_a_job_frees_its_key_and_its_bytes(redis_url: str, monkeypatch:
         for verb in (store.cancel, lambda job_id: store.events(job_id, 0, 1)):
             with pytest.raises(UnknownJobError, match="it was never submitted, or it was deleted"):
                 verb(job.job_id)
-        assert keys_of(store) <= {"meta", "by_key"}
+        assert keys_of(store) <= {"clock", "meta", "by_key"}
         assert finished(store, "key", 5_000).job_id != job.job_id
 
 

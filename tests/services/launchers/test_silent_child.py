@@ -1,0 +1,34 @@
+"""A child that lives but is silent: its supervisor restarts it as one that died."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.services.launchers import process_group
+from tandem.services.launchers.children import ChildSpec
+from tandem.services.launchers.process_group import FINISHED, ProcessGroup
+from tandem.services.run import redis_child
+
+
+def test_a_child_that_lives_but_is_silent_is_killed_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_child, "FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(process_group, "POLL_SECONDS", 0.01)
+    hangs_once = (
+        f"import pathlib, os, signal; mark = pathlib.Path({str(tmp_path / 'mark')!r}); done = mark.exists()\n"
+        "mark.touch(); done or os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    said: list[str] = []
+    processes = ProcessGroup(report=said.append)
+    processes.add([ChildSpec("trainer", (sys.executable, "-c", hangs_once), tmp_path / "trainer.log")])
+    processes.last_heartbeat = lambda name: float("inf")
+    first_life = (tmp_path / "mark").exists
+    processes.silence = lambda name: 61.0 if first_life() and processes.states()[name][2] == 0 else 59.0
+    assert processes.run() == FINISHED
+    assert said[0] == "trainer has sent no heartbeat for 60 s; it is killed"
+    assert said[1].startswith("trainer died (SIGKILL") and len(said) == 2
+    assert processes.states()["trainer"] == ("stopped", 0, 1)
