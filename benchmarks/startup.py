@@ -32,7 +32,7 @@ from tandem.services.run.redis_child import RedisChild  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
-ALLOWED = {"run_to_first_batch_seconds": 30.0, "weight_stall_seconds_mean": 0.05, "sampler_alone_ready_seconds": 10.0}
+ALLOWED = {"run_to_first_batch_seconds": 10.0, "weight_stall_seconds_mean": 0.05, "sampler_alone_ready_seconds": 10.0}
 
 
 def main() -> int:

@@ -191,7 +191,7 @@ if [ -z "$LOCK" ] && ! has_bubblewrap; then
 fi
 
 # --- does it import? -------------------------------------------------------------------------------------------------
-# This also writes the bytecode of everything a run imports, even if the environment forbids it. Without bytecode a
+# This also writes the bytecode of most of what a run imports, even if the environment forbids it. Without bytecode a
 # sampler compiles five thousand modules at every start.
 step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX \
     TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
@@ -202,6 +202,12 @@ import tandem.services.feed_service, tandem.services.rollout.service
 import tandem.services.reward.service, tandem.services.trainer.service
 import peft, pytest, tensorboard.compat.proto
 $CHECK"
+
+# What a run imports besides, later or by other ways: a second of every start.
+step "bytecode of the rest" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX "$PY" -m compileall -qq -j 2 \
+    protos reward rollout services trainer \
+    "$SITE"/{anyio,compressed_tensors,deepspeed/{module_inject,moe},grpc,loguru,numpy/{ctypeslib,ma},typer} \
+    "$SITE"/vllm/{v1/core,model_executor/layers/{fused_moe,quantization}}
 
 if [ -n "$LOCK" ]; then
     {

@@ -75,7 +75,10 @@ def run(
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
-    from tandem.services.launchers.supervisor import run_recipe
+    from tandem.services.process import starting
+
+    with starting():
+        from tandem.services.launchers.supervisor import run_recipe
 
     return run_recipe(_load(recipe, overrides), resume, console=console(), launcher_name=launcher)
 

@@ -21,7 +21,7 @@ from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import add_spans
-from tandem.services.process import stop_event
+from tandem.services.process import starting, stop_event
 from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.service_info import ServiceInfo
 
@@ -200,6 +200,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
     configure_logging("feed", run=recipe.run.run_id)
     stop = stop_event()
     buffer = run_buffer(recipe, redis_url, stop)
-    feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
+    with starting():  # loads the tokenizer
+        feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
     with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe, stop):
         feed.run(stop)

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import IO, Self, TypeVar
 
@@ -25,6 +26,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LOCK_POLL_SECONDS = 0.02
+_LOW_PRIORITY = 5  # a niceness
 _JOIN_SECONDS = 2.0
 
 Returned = TypeVar("Returned")
@@ -47,6 +49,14 @@ def dying_with_parent(command: Sequence[str]) -> list[str]:
     SIGABRT before it began, and calls of the parent failed.
     """
     return [sys.executable, "-I", "-S", "-c", _EXECUTE, str(os.getpid()), *command]
+
+
+def yield_to_others() -> None:
+    """Gives this process, which leads a session, a third of the processor time of any other that wants it."""
+    os.nice(_LOW_PRIORITY)
+    # Linux's autogroups share processors between sessions, and niceness counts within one. Not every kernel has them.
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_LOW_PRIORITY))
 
 
 @contextmanager

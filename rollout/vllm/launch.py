@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
+from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ITEM_BYTES
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import EngineFolder
@@ -47,6 +49,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
     """Sets the environment for vLLM, which reads it at import, and returns the engine's settings."""
     on_cpu = _on_cpu()
     _prepare_environment(on_cpu)
+    _import_vllm(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = arguments.config
@@ -91,6 +94,16 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     finally:
         if method is not None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+
+
+def _import_vllm(on_cpu: bool) -> None:
+    """Imports vLLM without Ray, which starts none of its workers here, and on CPUs without its changes to torch's
+    compiler, which does not run there. These two take a fifth of the import.
+    """
+    with hidden_module("torch._inductor") if on_cpu else nullcontext():
+        import vllm
+    with hidden_module("ray"):
+        import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def _on_cpu() -> bool:

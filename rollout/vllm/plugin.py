@@ -36,8 +36,7 @@ _EXTENDED = "_tandem_extended"
 def register() -> None:
     """Entry point of the plugin. A process that vLLM started also ends with its parent from here on."""
     if multiprocessing.parent_process() is not None:
-        _die_with_parent()
-        name_shared_memory()
+        _prepare_process()
     if "vllm.v1.engine.core" in sys.modules:  # importing it in a process without an engine only takes time
         extend_engine_core()
 
@@ -61,12 +60,20 @@ def extend_engine_core() -> None:
 
     @functools.wraps(run)
     def run_engine_core(*args: object, **kwargs: object) -> None:
-        _die_with_parent()
-        name_shared_memory()
+        _prepare_process()
         run(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # type: ignore[method-assign]
     setattr(EngineCore, _EXTENDED, True)
+
+
+def _prepare_process() -> None:
+    """For a process of the engine, which ends with its parent and frees its memory by ending."""
+    _die_with_parent()
+    name_shared_memory()
+    # vLLM would unfreeze and collect the objects of its start before the process ends. In a forked process that copies
+    # the memory that they are in, which takes seconds.
+    gc.unfreeze = lambda: None
 
 
 def _die_with_parent() -> None:

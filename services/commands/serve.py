@@ -27,7 +27,7 @@ def serve_one(
     from tandem.protos.child_environment import drop_secrets
     from tandem.services.config import load_recipe
     from tandem.services.logging_setup import configure_logging
-    from tandem.services.process import die_with_parent
+    from tandem.services.process import die_with_parent, yield_to_others
     from tandem.services.run.endpoint import with_own_host
     from tandem.services.run.folder import redis_url_of
     from tandem.services.run.resume import with_zero_stage
@@ -35,6 +35,8 @@ def serve_one(
     supervisor = os.environ.get("TANDEM_PARENT_PID")
     if supervisor is not None:
         die_with_parent(int(supervisor))
+        if service == "feed":
+            yield_to_others()  # the sampler takes four times as long to start, and later the feed has little to do
     written = with_zero_stage(load_recipe(recipe_file, overrides), resume=True)
     configure_logging(service, run=written.run.run_id, replica=replica if service == "rollout" else None)
     redis_url = redis_url_of(written)

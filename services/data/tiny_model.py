@@ -43,6 +43,8 @@ def build_tiny_model(
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from tandem.trainer.checkpoints.export import save_model
+
     disable_progress_bar()
     assert hidden % HEAD_SIZE == 0, "vLLM on CPUs wants heads of size 32"
     end = EOS_ID if ends else len(VOCABULARY)
@@ -65,7 +67,7 @@ def build_tiny_model(
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=end, pad_token_id=PAD_ID)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     character_tokenizer(chat_template, ends).save_pretrained(folder)
     return Path(folder)
 

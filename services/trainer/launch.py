@@ -13,7 +13,7 @@ import psutil
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
-from tandem.services.process import stop_event
+from tandem.services.process import starting, stop_event
 from tandem.services.run.endpoint import run_buffer
 from tandem.services.trainer.nodes import Node
 from tandem.services.trainer.ranks import LocalRanks, run_local_ranks
@@ -38,7 +38,8 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
         if recipe.trainer.num_nodes > 1:
             sys.exit(run_node(command, recipe, redis_url))
         sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, recipe.folder, stop=stop_event()))
-    from tandem.services.trainer.service import main
+    with starting():
+        from tandem.services.trainer.service import main
 
     main(recipe, redis_url)
 

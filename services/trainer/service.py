@@ -24,7 +24,7 @@ from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
 from tandem.services.logging_setup import configure_logging
-from tandem.services.process import stop_event
+from tandem.services.process import starting, stop_event
 from tandem.services.run.endpoint import run_buffer
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
@@ -57,7 +57,8 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
     """Trains as the rank given by the environment; with `hands_over`, takes the run over from a trainer that is alive.
     Returns False if it was stopped before the end of the run, which may also have been ended by an order.
     """
-    learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
+    with starting():
+        learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
         stage, dtype = recipe.trainer.resolved_zero_stage, recipe.trainer.dtype
         log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)

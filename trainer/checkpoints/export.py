@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ParameterSpec, plan_buckets
 from tandem.trainer.checkpoints.durable import atomic_folder
 
@@ -36,6 +38,12 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
     return weights
 
 
+def save_model(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> None:
+    """`save_pretrained`, which would import DeepSpeed (2 s and a warning) to ask whether the model is its engine."""
+    with hidden_module("deepspeed"):
+        model.save_pretrained(folder, **options)
+
+
 def write_export(
     model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
@@ -43,7 +51,7 @@ def write_export(
     EnvironmentLackError if the disk is full.
     """
     with atomic_folder(folder) as begun:
-        model.save_pretrained(begun, state_dict=dict(weights))
+        save_model(model, begun, state_dict=dict(weights))
         for pattern in COPIED:
             for file in source.glob(pattern):
                 if file.is_file():

@@ -1,13 +1,11 @@
 """The DeepSpeed backend (see `Backend`): ZeRO stages 0 to 3. Nothing is compiled, neither by DeepSpeed nor by torch."""
 
-# ruff: noqa: E402 (what DeepSpeed reads is set before it is imported)
 from __future__ import annotations
 
 import copyreg
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,19 +16,15 @@ from typing import Any
 
 import torch
 
+from tandem.protos.hidden_modules import hidden_module
+
 # Set before DeepSpeed is imported. The first line avoids a warning from its device detection. The second prevents
 # loading torch's compiler (1 s) for an optimizer that DeepSpeed decorates with torch.compile.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # DeepSpeed's autotuner, which nothing here uses, imports MLflow where it is installed. That takes a second.
-_skips_mlflow = "mlflow" not in sys.modules
-if _skips_mlflow:
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # makes the import fail
-
-import deepspeed
-
-if _skips_mlflow:
-    del sys.modules["mlflow"]
+with hidden_module("mlflow"):
+    import deepspeed
 
 import deepspeed.comm.comm as deepspeed_comm
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -190,8 +184,9 @@ def join_process_group(timeout_seconds: float) -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")  # one warning per collective
     deepspeed.utils.logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():
-        # Avoids compiling DeepSpeed's shared-memory collectives (a minute, needs g++), which training never uses.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Avoids compiling DeepSpeed's shared-memory collectives (a minute, needs g++), which training never uses. Where
+        # this is not set, DeepSpeed runs a compiler to find out which of its operators could be compiled.
+        deepspeed.ops.__compatible_ops__ = {}
     device = process_group.join_process_group(timeout_seconds)
     if process_group.is_alone():
         os.environ["LOCAL_RANK"] = "0"  # required by DeepSpeed
