@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _ENGINE_BYTES = 700 << 20  # memory of vLLM without weights and KV cache
 _PREFILL_TOKENS = 4096  # maximum per step on CPUs
+_BLOCK_TOKENS = 32  # the smallest block of the KV cache on CPUs, and what larger ones are multiples of
+_LARGE_BLOCK_TOKENS = 128  # vLLM's own on CPUs
 
 
 def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
@@ -62,6 +64,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         # Chunked prefill is off on CPUs. For a chunk whose token is discarded, vLLM rewinds the random generator, which
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
+        block_size=_block_tokens(arguments.max_model_tokens) if on_cpu else None,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
@@ -109,6 +112,12 @@ def _prepare_environment(on_cpu: bool) -> None:
         # OpenMP threads spin while they share cores with the trainer: two threads on two busy cores sample a tenth of
         # the tokens of one thread.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
+
+
+def _block_tokens(max_model_tokens: int) -> int | None:
+    """Block size for sequences shorter than vLLM's own one, which would leave most of each block empty."""
+    fitting = -(-max_model_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    return fitting if fitting < _LARGE_BLOCK_TOKENS else None
 
 
 def _bytes_per_sequence(vllm_config: VllmConfig, dtype: str) -> int:

@@ -9,6 +9,17 @@ from pathlib import Path
 from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe
 
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
+    # number.
+    "OMP_NUM_THREADS": "1",
+    # glibc keeps this much freed memory for the next tensors. Otherwise every step returns its memory to the system
+    # and gets it back page by page, which takes a fifth of the time of a small model's step.
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
+"""Environment of services that compute on CPUs."""
+
 
 def gpu_ids() -> tuple[str, ...]:
     """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without GPUs."""
@@ -55,9 +66,7 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """
     if gpus := gpu_ids():
         return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus_of(recipe, name, gpus))}
-    # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
-    # number.
-    wanted = {"OMP_NUM_THREADS": "1"}
+    wanted = dict(CPU_ENVIRONMENT)
     service, replica = _split(name)
     width, cores = recipe.rollout.tensor_parallel_size, sorted(os.sched_getaffinity(0))
     if service == "rollout" and recipe.rollout.num_replicas * width > 1:
