@@ -93,9 +93,9 @@ class SharedPrompts:
         positions_T = np.arange(len(self.ids_T)) - np.repeat(first_S, self.lengths_S)
         return self._tensor(positions_T[None])
 
-    def columns(self, row: int, positions: NDArray[np.intp]) -> Indices:
-        """The columns of the line that hold these positions of a row."""
-        s = self.sequences_B[row]
+    def columns(self, rows: int | Indices, positions: NDArray[np.intp]) -> Indices:
+        """The columns of the line that hold these positions of a row, or of as many rows."""
+        s = self.sequences_B[rows]
         size = self.prompt_lengths_S[s]
         found: Indices = np.where(positions < size, self.prompts_S[s], self.starts_S[s] - size) + positions
         return found
