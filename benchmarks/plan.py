@@ -3,10 +3,10 @@
     python benchmarks/plan.py [--batches 30] [--rounds 3] [--output benchmarks/records/plan.json]
 
 In each round, a run is measured (`calibration`), then two other settings run, then the calibration again, and so on;
-those without an S in their name have S = 1. Sampler and trainer have one thread each. `predicted` is the mean of the predictions from the calibration runs
-before and after, because the machine's speed changes over minutes. `own_rates` simulates a setting with the rates of
-its own run: that error is the simulation's alone. Errors are medians over the rounds. The exit code is 1 if a
-prediction is off by more than 15 %.
+those without an S in their name have S = 1. Sampler and trainer have one thread each, so that neither can use the
+other's core. `predicted` is the mean of the predictions from the calibration runs before and after, because the
+machine's speed changes over minutes. `own_rates` simulates a setting with the rates of its own run: that error is the
+simulation's alone. Errors are medians over the rounds. The exit code is 1 if a prediction is off by more than 15 %.
 """
 
 from __future__ import annotations
