@@ -85,8 +85,9 @@ def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 def check_threads(recipe: Recipe) -> None:
     """Checks that this machine has a core for each thread. A run that has begun keeps its number."""
-    cores, keys = num_cores(), {"trainer.num_threads": recipe.trainer, "rollout.num_threads": recipe.rollout}
-    for key, number in ((key, table.num_threads) for key, table in keys.items()):
+    cores = num_cores()
+    numbers = {"trainer.num_threads": recipe.trainer.num_threads, "rollout.num_threads": recipe.rollout.num_threads}
+    for key, number in numbers.items():
         if number != "auto" and number > cores and not (recipe.folder / CONFIG_FILE).exists():
             raise ConfigError(f'{key} is {number} and this machine has {cores} cores: lower it, or set it to "auto"')
 
