@@ -36,7 +36,9 @@ class RolloutConfig(Options):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs over which a sampler splits its model."""
     num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Threads of each sampler's worker on CPUs. `auto` divides the machine's cores by the workers."""
+    """Threads of each sampler's worker on CPUs. With `auto`, `tandem run` divides the machine's cores by the workers;
+    in a sampler started by itself the engine chooses.
+    """
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
     """Maximum number of groups that a sampler samples at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20

@@ -46,18 +46,19 @@ class Change(NamedTuple):
 
 def with_automatic_values(recipe: Recipe, *, resume: bool) -> Recipe:
     """The recipe with the ZeRO stage and the numbers of threads that "auto" stands for. With `resume` they are those of
-    the run in the recipe's folder, if there is one. Raises ConfigError if that run's configuration cannot be read.
+    the run in the recipe's folder. If there is none, a service was started by itself: the machines may differ, so that
+    "auto" stays for the threads. Raises ConfigError if that run's configuration cannot be read.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     if "auto" not in (trainer.zero_stage, trainer.num_threads, rollout.num_threads):
         return recipe
     config = recipe.folder / CONFIG_FILE
-    begun = load_resolved(config) if resume and config.is_file() else None
-    stage = (begun or recipe).trainer.resolved_zero_stage
-    ranks, workers = trainer.num_ranks, rollout.num_replicas * rollout.tensor_parallel_size
-    # A run of an earlier version has no number, and goes on with one thread.
-    for_rank = begun.trainer.num_threads if begun else automatic_threads(ranks)
-    for_worker = begun.rollout.num_threads if begun else automatic_threads(workers)
+    known = load_resolved(config) if resume and config.is_file() else recipe
+    stage = known.trainer.resolved_zero_stage
+    for_rank, for_worker = known.trainer.num_threads, known.rollout.num_threads
+    if not resume:
+        for_rank = automatic_threads(trainer.num_ranks)
+        for_worker = automatic_threads(rollout.num_replicas * rollout.tensor_parallel_size)
     chosen = {
         "trainer": _filled(trainer, zero_stage=stage, num_threads=for_rank),
         "rollout": _filled(rollout, num_threads=for_worker),

@@ -87,7 +87,8 @@ def test_in_any_order_the_feed_creates_the_run(
     feed = serve("feed")
     until(lambda: buffer.counts()["prompts_waiting"] == (S + 1) * P, feed, reward, folder=tmp_path)
     written = load_resolved(recipe.folder / CONFIG_FILE)
-    assert written == with_automatic_values(recipe, resume=False), "`tandem ledger`, `tandem eval` find it there"
+    assert written.trainer.num_threads == "auto", "the trainer may have another machine"
+    assert written == with_automatic_values(recipe, resume=True), "`tandem ledger`, `tandem eval` find it there"
     for process in (feed, reward):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=DEADLINE_SECONDS) == 0
