@@ -2,7 +2,8 @@
 
     python benchmarks/overlap.py [--batches 30] [--repeats 3] [--output benchmarks/records/overlap.json]
 
-First, generation and training time are balanced. At S = 0 nothing overlaps, so a batch's wait for scored groups is its
+Sampler and trainer have one thread each, so that neither can use the other's core. First, generation and training time
+are balanced. At S = 0 nothing overlaps, so a batch's wait for scored groups is its
 generation time and the rest is its training time. The number of answers per prompt is raised until the two times are
 equal within 10 %: more sequences slow training down but hardly an engine's step. Then all budgets are run in turn,
 `--repeats` times, and the medians give
@@ -233,9 +234,11 @@ max_prompt_tokens = {PROMPT_TOKENS + 8}
 samples_per_prompt = {{samples}}
 max_response_tokens = {LONGEST_ANSWER}
 max_groups_in_flight = {GROUPS}
+num_threads = 1
 [reward]
 scorer = "exact"
 [trainer]
+num_threads = 1
 learning_rate = 1e-5
 optimizer_steps_per_batch = 2
 """

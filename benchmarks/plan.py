@@ -3,11 +3,12 @@
     python benchmarks/plan.py [--batches 30] [--rounds 3] [--output benchmarks/records/plan.json]
 
 In each round, a run is measured (`calibration`), then two other settings run, then the calibration again, and so on;
-those without an S in their name have S = 1. `predicted` is the mean of the predictions from the calibration runs
-before and after, because the machine's speed changes over minutes. `own_rates` simulates a setting with the rates of
-its own run: that error is the simulation's alone. Errors are medians over the rounds. The exit code is 1 if a
-prediction is off by more than 15 %. `--two-samplers` has no bound: together with the trainer they want three cores, and
-`tandem plan` assumes that every service has processors of its own.
+those without an S in their name have S = 1. Sampler and trainer have one thread each, so that neither can use the
+other's core. `predicted` is the mean of the predictions from the calibration runs before and after, because the
+machine's speed changes over minutes. `own_rates` simulates a setting with the rates of its own run: that error is the
+simulation's alone. Errors are medians over the rounds. The exit code is 1 if a prediction is off by more than 15 %.
+`--two-samplers` has no bound: together with the trainer they want three cores, and `tandem plan` assumes that every
+service has processors of its own.
 """
 
 from __future__ import annotations
@@ -166,10 +167,12 @@ max_prompt_tokens = {PROMPT_TOKENS + 8}
 samples_per_prompt = {SAMPLES}
 max_response_tokens = {LONGEST_ANSWER}
 max_groups_in_flight = {GROUPS}
+num_threads = 1
 kv_cache_bytes = {64 << 20}
 [reward]
 scorer = "exact"
 [trainer]
+num_threads = 1
 learning_rate = 1e-5
 optimizer_steps_per_batch = 4
 """

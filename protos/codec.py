@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 from operator import attrgetter
@@ -57,6 +58,7 @@ SCHEMA = pa.schema(
 )
 
 
+_NO_ROWS = pa.RecordBatch.from_pydict({name: [] for name in SCHEMA.names}, schema=SCHEMA)
 _HEADER_FIELDS = tuple(RowHeader.__dataclass_fields__)
 _header_values = attrgetter(*_HEADER_FIELDS)
 _span_values = attrgetter(*VersionSpan.__dataclass_fields__)
@@ -107,6 +109,9 @@ def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
 
 def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
     """A record batch of one row per segment. The metadata holds prompt and schema version."""
+    metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), PROMPT_KEY: encode_prompt(group.prompt).encode()}
+    if not group.rows:
+        return _NO_ROWS.replace_schema_metadata(metadata)
     rows: list[tuple[Trajectory, ScoredTrajectory | None, int, Segment]] = []
     for row in group.rows:
         trajectory, scored = (row.trajectory, row) if isinstance(row, ScoredTrajectory) else (row, None)
@@ -121,19 +126,20 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "behavior_logprobs": _list_array([s.behavior_logprobs for s in segments], np.float32),
         "loss_mask": _list_array([s.loss_mask for s in segments], np.uint8),
         "spans": [[_span_values(span) for span in s.spans] for s in segments],
-        "sampling": [json.dumps(_sampling_json(t.sampling)) for t, _, _, _ in rows],
+        "sampling": [_sampling_text(t.sampling) for t, _, _, _ in rows],
         "finish_reason": [t.finish_reason for t, _, _, _ in rows],
         "text": [t.text for t, _, _, _ in rows],
         "earned_reward": [t.earned_reward for t, _, _, _ in rows],
-        "metadata": [json.dumps(dict(t.metadata)) for t, _, _, _ in rows],
+        "metadata": [json.dumps(dict(t.metadata)) if t.metadata else "{}" for t, _, _, _ in rows],
         "scored": [scored is not None for _, scored, _, _ in rows],
         "reward": [scored.reward if scored else None for _, scored, _, _ in rows],
-        "breakdown": [json.dumps(dict(scored.breakdown)) if scored else "{}" for _, scored, _, _ in rows],
+        "breakdown": [
+            json.dumps(dict(scored.breakdown)) if scored and scored.breakdown else "{}" for _, scored, _, _ in rows
+        ],
         "unscored_reason": [scored.unscored_reason if scored else None for _, scored, _, _ in rows],
         "unscored_detail": [scored.unscored_detail if scored else "" for _, scored, _, _ in rows],
         "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
     }
-    metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), PROMPT_KEY: encode_prompt(group.prompt).encode()}
     return pa.RecordBatch.from_pydict(columns, schema=SCHEMA.with_metadata(metadata))
 
 
@@ -158,9 +164,9 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
             segments=segments,
             finish_reason=plain["finish_reason"][start],
             text=plain["text"][start],
-            sampling=_sampling(json.loads(plain["sampling"][start])),
+            sampling=_decode_sampling(plain["sampling"][start]),
             earned_reward=plain["earned_reward"][start],
-            metadata=json.loads(plain["metadata"][start]),
+            metadata=_decode_mapping(plain["metadata"][start]),
             token_rewards=_token_rewards(plain["token_rewards"][start:stop]),
         )
         result.append(_scored(trajectory, plain, start) if plain["scored"][start] else trajectory)
@@ -180,7 +186,7 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
     return ScoredTrajectory(
         trajectory=trajectory,
         reward=plain["reward"][start],
-        breakdown=json.loads(plain["breakdown"][start]),
+        breakdown=_decode_mapping(plain["breakdown"][start]),
         unscored_reason=plain["unscored_reason"][start],
         unscored_detail=plain["unscored_detail"][start],
     )
@@ -258,6 +264,20 @@ def decode_headers(text: str) -> tuple[RowHeader, ...]:
     """Decodes the output of `encode_headers`. Headers of older runs lack the last fields."""
     fields = [dict(zip(_HEADER_FIELDS, row, strict=False)) for row in json.loads(text)]
     return tuple(RowHeader(**{**one, "spans": tuple(VersionSpan(*span) for span in one["spans"])}) for one in fields)
+
+
+@lru_cache(maxsize=256)  # the rows of a run have few different ones
+def _sampling_text(sampling: SamplingParameters) -> str:
+    return json.dumps(_sampling_json(sampling))
+
+
+@lru_cache(maxsize=256)
+def _decode_sampling(text: str) -> SamplingParameters:
+    return _sampling(json.loads(text))
+
+
+def _decode_mapping(text: str) -> dict[str, Any]:
+    return {} if text == "{}" else json.loads(text)
 
 
 def _sampling_json(sampling: SamplingParameters) -> dict[str, object]:

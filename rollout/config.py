@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -35,6 +35,10 @@ class RolloutConfig(Options):
     """Strings that end an answer, besides the model's own end token."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs over which a sampler splits its model."""
+    num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Threads of each sampler's worker on CPUs. With `auto`, `tandem run` divides the machine's cores by the workers;
+    in a sampler started by itself the engine chooses.
+    """
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
     """Maximum number of groups that a sampler samples at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20

@@ -51,6 +51,11 @@ class TrainerConfig(AlgorithmConfig):
     """Machines that the trainer runs on. With more than 1, run `tandem serve trainer` on each, with `run.host` set to
     an address of that machine, over which the ranks connect. They find one another in the run's Redis.
     """
+    num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Threads of each rank on CPUs. With `auto`, `tandem run` divides the machine's cores by the ranks; samplers may
+    use the same cores, because threads that wait sleep. Sums depend on the number, so a run keeps the one that it began
+    with. A trainer started by itself has OMP_NUM_THREADS threads with `auto`, or one.
+    """
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """DeepSpeed's ZeRO stage. `auto` is 3 with several ranks or an offload; with one rank, which has nothing to
     partition, it is 0 in float32 and 1 in bfloat16. A run keeps the stage that it began with. `fsdp` partitions like

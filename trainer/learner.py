@@ -69,6 +69,8 @@ class Learner(Rank):
         self._source = model_folder(model_path)
         self._backend = load_backend(config)
         super().__init__(self._backend.join_process_group(config.collective_timeout_seconds))
+        if config.num_threads != "auto" and self.device.type == "cpu":
+            torch.set_num_threads(config.num_threads)
         self.optimizer_step = 0
         torch.manual_seed(seed)
         self._model = load_model(self._source, config.dtype)

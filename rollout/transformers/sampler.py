@@ -55,6 +55,8 @@ class TransformersSampler(Sampler):
     """
 
     def __init__(self, arguments: SamplerArguments) -> None:
+        if arguments.config.num_threads != "auto":
+            torch.set_num_threads(arguments.config.num_threads)
         model, tokenizer = _load(arguments)
         language_model = LanguageModel(model, tokenizer)
         super().__init__(

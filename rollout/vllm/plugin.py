@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress
@@ -24,7 +25,7 @@ from tandem.rollout.vllm.engine_folder import name_shared_memory
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import Request
 
     Step = Callable[[EngineCore], tuple[dict[int, EngineCoreOutputs], bool]]
@@ -53,6 +54,7 @@ def extend_engine_core() -> None:
     engine_core.apply_staged_weights = _apply_staged_weights
     engine_core.send_collected_outputs = _send_collected_outputs
     engine_core.add_request = _salted(EngineCore.add_request)
+    engine_core.add_rows = _add_rows
     engine_core.abort_requests = _forgetting_outputs(EngineCore.abort_requests)
     engine_core.step = _collecting_outputs(EngineCore.step)
     engine_core.__init__ = _collecting_once_started(EngineCore.__init__)
@@ -81,6 +83,24 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)  # the parent ended before this process asked for the signal
+
+
+def _add_rows(core: EngineCoreProc, requests: Sequence[tuple[object, Sequence[tuple[str, int | None]]]]) -> None:
+    """Adds requests that differ in id and seed only: each with its (id, seed) pairs. One message for all of them costs
+    less than one each, and their prompts are read in the same step.
+    """
+    import msgspec
+    from vllm.v1.engine import EngineCoreRequest
+
+    for encoded, rows in requests:
+        shared = msgspec.convert(encoded, EngineCoreRequest)
+        for request_id, seed in rows:
+            row, params = copy(shared), copy(shared.sampling_params)
+            assert params is not None
+            params.seed = seed
+            row.sampling_params = params
+            row.request_id = row.external_req_id = request_id
+            core.add_request(*core.preprocess_add_request(row))
 
 
 def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, object]) -> None:

@@ -65,6 +65,9 @@ class VllmSampler(Sampler):
         self._folder = folder
         self._prepared: EngineCoreRequest | None = None
         self._prepared_for: tuple[object, ...] = (None, None, None)
+        self._unsent: list[tuple[EngineCoreRequest, list[_Answer]]] = []
+        """Answers that the engine does not know yet, by the request of their group."""
+        self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def is_dead(self) -> bool:
@@ -82,11 +85,11 @@ class VllmSampler(Sampler):
         self._llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
     async def _generate(self, request: SamplingRequest) -> Completion:
-        engine_request = self._engine_request(request)
-        answer = _Answer()
+        answer = _Answer(request)
+        prepared = self._engine_request(request)
         try:
-            self._expect(request, engine_request, answer)
-            await self._add(engine_request)
+            self._expect(prepared, answer)
+            self._send_soon(prepared, answer)
             # The engine may end without answering a new request.
             while not (await asyncio.wait((answer.output,), timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
@@ -100,14 +103,13 @@ class VllmSampler(Sampler):
                 aborting = asyncio.ensure_future(self._llm.abort(request.request_id, internal=True))
                 await asyncio.wait((aborting,), timeout=_SHUTDOWN_SECONDS)
 
-    def _expect(self, request: SamplingRequest, engine_request: EngineCoreRequest, answer: _Answer) -> None:
-        """Tells vLLM's output processor, which looks for stop strings, where the answer begins."""
-        processor = self._llm.output_processor
-        if request.sampled_ids:
-            engine_request = copy(engine_request)
-            engine_request.prompt_token_ids = request.prompt_ids.tolist()
-        processor.add_request(engine_request, None, None, 0, answer)  # type: ignore[arg-type]
-        if request.sampled_ids:
+    def _expect(self, prepared: EngineCoreRequest, answer: _Answer) -> None:
+        """Tells vLLM's output processor, which reads no seed, of a row, and where its answer begins."""
+        processor, request, row = self._llm.output_processor, answer.request, copy(prepared)
+        row.request_id = row.external_req_id = request.request_id
+        row.prompt_token_ids = request.prompt_ids.tolist() if request.sampled_ids else row.prompt_token_ids
+        processor.add_request(row, None, None, 0, answer)  # type: ignore[arg-type]
+        if request.sampled_ids:  # stop strings are found from the answer's first token on
             detokenizer = processor.request_states[request.request_id].detokenizer
             assert detokenizer is not None
             detokenizer.update([*request.sampled_ids], stop_terminated=False)
@@ -127,39 +129,44 @@ class VllmSampler(Sampler):
         running = [state for one in request_ids if (state := states.get(one)) is not None and _num_sampled(state)]
         return {state.request_id: _completion_so_far(state) for state in running}
 
-    async def _add(self, engine_request: EngineCoreRequest) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
+    def _send_soon(self, prepared: EngineCoreRequest, answer: _Answer) -> None:
+        """Has the request sent together with all that the loop's other tasks ask for at the same time."""
+        if not self._unsent:
+            sending = asyncio.ensure_future(self._send())
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        if not self._unsent or self._unsent[-1][0] is not prepared:
+            self._unsent.append((prepared, []))
+        self._unsent[-1][1].append(answer)
 
+    async def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        rows = [(prepared, [(one.request.request_id, one.request.seed) for one in row]) for prepared, row in unsent]
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                await self._llm.engine_core.add_request_async(engine_request)
-        except (EngineDeadError, TimeoutError) as error:
-            raise _failure(error) from error
+            await self._core("add_rows", rows)
+        except TandemError as error:
+            for answer in (answer for _, answers in unsent for answer in answers):
+                answer.put(error)
 
     def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
-        """vLLM's form of the request. The rows of a group share all but id and seed, and vLLM checks them once."""
+        """vLLM's form of the request, with another row's id and seed. The rows of a group share it, so vLLM checks them
+        once.
+        """
         if request.sampled_ids:
             return self._resumed_request(request)
         asked = (request.prompt_ids, request.sampling, self._version)
         prompt_ids, sampling, version = self._prepared_for
-        if prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
+        if self._prepared is None or prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
             self._prepared = self._prepare(request, request.sampling)
             self._prepared_for = asked
-        assert self._prepared is not None and self._prepared.sampling_params is not None
-        engine_request, params = copy(self._prepared), copy(self._prepared.sampling_params)
-        params.seed = request.seed
-        engine_request.sampling_params = params
-        engine_request.request_id = engine_request.external_req_id = request.request_id
-        return engine_request
+        return self._prepared
 
     def _resumed_request(self, request: SamplingRequest) -> EngineCoreRequest:
         """For the engine, what an earlier request sampled is a part of the prompt."""
         left = request.sampling.max_tokens - len(request.sampled_ids)
         engine_request = self._prepare(request, replace(request.sampling, max_tokens=left))
         assert engine_request.sampling_params is not None
-        engine_request.sampling_params.seed = request.seed
         engine_request.sampling_params.extra_args = {SAMPLED_TOKENS: len(request.sampled_ids)}
-        engine_request.request_id = engine_request.external_req_id = request.request_id
         return engine_request
 
     def _prepare(self, request: SamplingRequest, sampling: SamplingParameters) -> EngineCoreRequest:
@@ -201,16 +208,24 @@ class VllmSampler(Sampler):
 class _Answer:
     """Where vLLM's output processor puts the output of a request, once, at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: SamplingRequest) -> None:
+        self.request = request
         self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()
 
     def put(self, output: RequestOutput | Exception) -> None:
         if self.output.done():  # cancelled
             return
         if isinstance(output, Exception):  # of the engine, or of vLLM's reading of its outputs
-            self.output.set_exception(_failure(output))
+            self.output.set_exception(output if isinstance(output, TandemError) else _failure(output))
         else:
             self.output.set_result(output.outputs[0])
+
+
+def _row(prepared: EngineCoreRequest, answer: _Answer) -> EngineCoreRequest:
+    """The request under its own id, for vLLM's output processor, which reads no seed."""
+    request = copy(prepared)
+    request.request_id = request.external_req_id = answer.request.request_id
+    return request
 
 
 def _sampling_params(sampling: SamplingParameters) -> SamplingParams:

@@ -26,6 +26,7 @@ from tandem.services.data.arithmetic import write_task
 from tandem.services.launchers.supervisor import LauncherName, run_recipe
 from tandem.services.process import dying_with_parent
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, redis_required, write_text
+from tandem.services.run.placement import CPU_ENVIRONMENT
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
 
@@ -146,8 +147,7 @@ def _warm_up(recipe: Recipe, settings: list[str]) -> int:
 def _child(command: list[str], what: str) -> int:
     """Runs a child. Returns 0, or 2 after a user's error, which the child has printed; else raises TandemError."""
     try:
-        # One thread: a second one helps a model this small little and slows it down on a busy machine.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {**CPU_ENVIRONMENT, **os.environ}
         done = subprocess.run(
             dying_with_parent(command), timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False
         )

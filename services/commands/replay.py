@@ -46,7 +46,7 @@ def main(folder: Path) -> int:
         command = [sys.executable, "-m", "tandem.services.commands.replay", str(folder)]
         with TemporaryDirectory(prefix="tandem-replay-") as scratch:
             return run_local_ranks(command, num_ranks, Path(scratch))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the run's trainer: the number of threads affects sums
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the trainer of a run that recorded no number of threads
     return Replay(folder, recipe).run()
 
 

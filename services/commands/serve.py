@@ -30,14 +30,14 @@ def serve_one(
     from tandem.services.process import die_with_parent, yield_to_others
     from tandem.services.run.endpoint import with_own_host
     from tandem.services.run.folder import redis_url_of
-    from tandem.services.run.resume import with_zero_stage
+    from tandem.services.run.resume import with_automatic_values
 
     supervisor = os.environ.get("TANDEM_PARENT_PID")
     if supervisor is not None:
         die_with_parent(int(supervisor))
         if service == "feed":
             yield_to_others()  # the sampler takes four times as long to start, and later the feed has little to do
-    written = with_zero_stage(load_recipe(recipe_file, overrides), resume=True)
+    written = with_automatic_values(load_recipe(recipe_file, overrides), resume=True)
     configure_logging(service, run=written.run.run_id, replica=replica if service == "rollout" else None)
     redis_url = redis_url_of(written)
     recipe = with_own_host(written, redis_url)

@@ -41,8 +41,8 @@ keys. Another name starts a new table. `none` on the command line removes an opt
 
 An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with every
 default filled in and marks what differs. Every run saves the same as JSON in `config.json`, which is accepted wherever
-a recipe is. There `trainer.zero_stage` is what `auto` chose: with other ranks, another dtype or another backend, set it
-to `auto` again.
+a recipe is. There `trainer.zero_stage` and `num_threads` are what `auto` chose: with other ranks, another dtype,
+backend or machine, set them to `auto` again.
 """
 
 NO_DEFAULT = "none"

@@ -53,7 +53,7 @@ from tandem.services.run.placement import starts_after
 from tandem.services.run.preflight import check_recipe
 from tandem.services.run.progress import Progress, RunWatch, drop_reasons
 from tandem.services.run.redis_child import RedisChild
-from tandem.services.run.resume import with_zero_stage
+from tandem.services.run.resume import with_automatic_values
 
 LauncherName = Literal["local", "ray"]
 
@@ -72,7 +72,7 @@ def run_recipe(
     ended with fewer batches although epochs were not limited, 130 after Ctrl-C, SIGTERM or a call of Stop. Raises
     UserError for bad input that is found before any process is started.
     """
-    recipe = with_own_host(with_zero_stage(recipe, resume=resume), external_redis_url(recipe))
+    recipe = with_own_host(with_automatic_values(recipe, resume=resume), external_redis_url(recipe))
     facts = check_recipe(recipe, resume=resume, on_this_machine=False)
     report = partial(print_line, console)
     with ExitStack() as stack:

@@ -48,7 +48,7 @@ from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.run.replica import replica_name
 from tandem.services.service_info import ServiceInfo
 
-_IN_PROCESS_GROUPS = 16  # leased at once for scorers that take no time; what may hang is leased one a thread
+_IN_PROCESS_GROUPS = 32  # leased at once for scorers that take no time; what may hang is leased one a thread
 _RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the other reasons are final
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
 
@@ -184,7 +184,9 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
             if held.cancelled.is_set():
                 return SHUTDOWN
             with group_span("score", self._run_id, held.lease.group_id) as attributes:
-                outcome, pause_seconds = await run_in_thread(self._score, held)
+                # A thread for each group would take longer than a scorer that takes no time.
+                scored = self._score(held) if self._rubric.in_process else await run_in_thread(self._score, held)
+                outcome, pause_seconds = scored
                 if isinstance(outcome, Release):
                     attributes["tandem.reason"] = outcome.reason
             if pause_seconds and not await self.loop.pause(held, pause_seconds):

@@ -41,7 +41,7 @@ from tandem.services.run.model_check import (
     check_prompts,
     is_hub_name,
 )
-from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted
+from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, num_cores
 from tandem.services.run.resume import check_resumable
 from tandem.trainer.backend import registry as training_backends
 
@@ -77,9 +77,19 @@ def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) 
 def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Checks that this machine has the devices, the addresses and the memory for all services of the run."""
     check_backend(recipe)
+    check_threads(recipe)
     check_network(recipe)
     check_ports(recipe)
     check_memory(recipe, facts)
+
+
+def check_threads(recipe: Recipe) -> None:
+    """Checks that this machine has a core for each thread. A run that has begun keeps its number."""
+    cores = num_cores()
+    numbers = {"trainer.num_threads": recipe.trainer.num_threads, "rollout.num_threads": recipe.rollout.num_threads}
+    for key, number in numbers.items():
+        if number != "auto" and number > cores and not (recipe.folder / CONFIG_FILE).exists():
+            raise ConfigError(f'{key} is {number} and this machine has {cores} cores: lower it, or set it to "auto"')
 
 
 def check_files(recipe: Recipe) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tandem.protos.errors import ConfigError
+from tandem.protos.options import Options
 from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
 from tandem.services.run.inputs import check_inputs
+from tandem.services.run.placement import automatic_threads
+
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 _KEYS = {
     # How far sampling runs ahead; the length, unless the learning-rate schedule depends on it.
@@ -19,8 +23,8 @@ _KEYS = {
     "redis_outage_seconds host control_port certificates server_name insecure metrics_port trackers",
     "data": "eval_file max_epochs",
     # The record of a batch holds the answers, temperature, lengths and rewards.
-    "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size max_groups_in_flight "
-    "kv_cache_bytes gpu_memory_fraction lease_seconds partial_rollout port",
+    "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size num_threads "
+    "max_groups_in_flight kv_cache_bytes gpu_memory_fraction lease_seconds partial_rollout port",
     # Micro-batches are in the record, too.
     "trainer": "tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
     "keep_checkpoints export_every evaluate_every collective_timeout_seconds port",
@@ -41,16 +45,32 @@ class Change(NamedTuple):
     now: object
 
 
-def with_zero_stage(recipe: Recipe, *, resume: bool) -> Recipe:
-    """The recipe with the ZeRO stage that `trainer.zero_stage = "auto"` stands for. With `resume` it is that of the run
-    in the recipe's folder, if there is one. Raises ConfigError if that run's configuration cannot be read.
+def with_automatic_values(recipe: Recipe, *, resume: bool) -> Recipe:
+    """The recipe with the ZeRO stage and the numbers of threads that "auto" stands for. With `resume` they are those of
+    the run in the recipe's folder. If there is none, a service was started by itself: the machines may differ, so that
+    "auto" stays for the threads. Raises ConfigError if that run's configuration cannot be read.
     """
-    if recipe.trainer.zero_stage != "auto":
+    trainer, rollout = recipe.trainer, recipe.rollout
+    if "auto" not in (trainer.zero_stage, trainer.num_threads, rollout.num_threads):
         return recipe
     config = recipe.folder / CONFIG_FILE
-    trainer = load_resolved(config).trainer if resume and config.is_file() else recipe.trainer
-    chosen = recipe.trainer.model_copy(update={"zero_stage": trainer.resolved_zero_stage})
-    return recipe.model_copy(update={"trainer": chosen})
+    known = load_resolved(config) if resume and config.is_file() else recipe
+    stage = known.trainer.resolved_zero_stage
+    for_rank, for_worker = known.trainer.num_threads, known.rollout.num_threads
+    if not resume:
+        for_rank = automatic_threads(trainer.num_ranks)
+        for_worker = automatic_threads(rollout.num_replicas * rollout.tensor_parallel_size)
+    chosen = {
+        "trainer": _filled(trainer, zero_stage=stage, num_threads=for_rank),
+        "rollout": _filled(rollout, num_threads=for_worker),
+    }
+    return recipe.model_copy(update=chosen)
+
+
+def _filled(table: OptionsT, **values: object) -> OptionsT:
+    """The table with these values in place of "auto"."""
+    chosen = {key: value for key, value in values.items() if getattr(table, key) == "auto"}
+    return table.model_copy(update=chosen)
 
 
 def check_resumable(recipe: Recipe) -> None:

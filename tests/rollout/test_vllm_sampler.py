@@ -13,6 +13,7 @@ from tandem.protos.errors import UnavailableError
 from tandem.protos.types import SamplingParameters
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, remove_leftovers
+from tandem.rollout.vllm.launch import cache_block_tokens
 from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
@@ -22,6 +23,11 @@ from tests.support.weight_ring import AdapterRing, Policy, Ring
 
 PROMPT = list(range(10, 22))
 CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_prompt=4)
+
+
+def test_blocks_of_the_cache_are_no_longer_than_short_sequences() -> None:
+    assert [cache_block_tokens(length) for length in (1, 24, 32, 33, 96)] == [32, 32, 32, 64, 96]
+    assert [cache_block_tokens(length) for length in (97, 128, 4096)] == [None] * 3, "vLLM's own blocks of 128 fit"
 
 
 @pytest.mark.system

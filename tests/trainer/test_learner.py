@@ -65,6 +65,15 @@ def test_metrics_of_a_batch(make_learner: MakeLearner) -> None:
     assert several["clipped_fraction"] > 0  # later steps use changed weights
 
 
+def test_a_rank_has_the_threads_of_its_configuration(make_learner: MakeLearner) -> None:
+    before = torch.get_num_threads()
+    try:
+        make_learner(num_threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_learning_rate_zero_changes_nothing(make_learner: MakeLearner) -> None:
     learner = make_learner(learning_rate=0.0, weight_decay=0.1)
     start = all_weights(learner)

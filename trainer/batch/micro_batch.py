@@ -7,7 +7,7 @@ with "shared" too, but a prompt of several rows only once (trainer/batch/shared_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,34 +153,36 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
     """
     if not rows:
         rows = [TrainingRow(_EMPTY)]
-    targets = [np.flatnonzero(row.segment.loss_mask) for row in rows]
-    counts = [len(columns) for columns in targets]
+    segments = [row.segment for row in rows]
+    starts_B = np.cumsum([0, *(len(one.ids) for one in segments)])[:-1]
+    ids = np.concatenate([one.ids for one in segments]).astype(np.int64)
+    places_N = np.flatnonzero(np.concatenate([one.loss_mask for one in segments]))
+    owners_N = np.searchsorted(starts_B, places_N, side="right") - 1
+    positions_N = places_N - starts_B[owners_N]
+    counts_B = np.bincount(owners_N, minlength=len(rows))
+    firsts_B = positions_N[(np.cumsum(counts_B) - counts_B)[counts_B > 0]]
     flat = shared = None
-    row_N = np.zeros(sum(counts), np.int64)
+    row_N = np.zeros(len(places_N), np.int64)
     if packing == "shared":
-        shared = SharedPrompts.of([row.segment for row in rows], device)
+        shared = SharedPrompts.of(segments, device)
         ids_BT = shared.ids_T[None]
-        before_N = np.concatenate([shared.columns(row, columns - 1) for row, columns in enumerate(targets)])
+        before_N = shared.columns(owners_N, positions_N - 1)
     elif packing == "flat":
-        ids_BT = np.concatenate([row.segment.ids for row in rows]).astype(np.int64)[None]
-        ends = np.cumsum([0, *(len(row.segment.ids) for row in rows)])
-        flat = _flat_rows(ends, device)
-        before_N = np.concatenate(targets) + np.repeat(ends[:-1], counts) - 1
+        ids_BT = ids[None]
+        flat = _flat_rows(np.append(starts_B, len(ids)), device)
+        before_N = places_N - 1
     else:
-        ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
-        for number, row in enumerate(rows):
-            ids_BT[number, : len(row.segment.ids)] = row.segment.ids
-        row_N = np.repeat(np.arange(len(rows)), counts)
-        before_N = np.concatenate(targets) - 1
+        ids_BT = np.zeros((len(rows), max(len(one.ids) for one in segments)), np.int64)
+        for number, one in enumerate(segments):
+            ids_BT[number, : len(one.ids)] = one.ids
+        row_N = owners_N
+        before_N = positions_N - 1
     columns_K, column_N = np.unique(before_N, return_inverse=True)
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
 
     def on_device(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(device)
-
-    def per_token(of: Callable[[TrainingRow, NDArray[np.intp]], NDArray[np.generic]]) -> Tensor:
-        return on_device(np.concatenate([of(row, columns) for row, columns in zip(rows, targets, strict=True)]))
 
     return MicroBatch(
         ids_BT=on_device(ids_BT),
@@ -189,13 +191,13 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
         columns_K=on_device(columns_K),
         row_N=on_device(row_N),
         column_N=on_device(column_N),
-        target_N=per_token(lambda row, columns: row.segment.ids[columns].astype(np.int64)),
-        temperature_N=per_token(lambda row, columns: np.full(len(columns), row.temperature, np.float32)),
-        behavior_logprobs_N=per_token(lambda row, columns: row.segment.behavior_logprobs[columns]),
-        versions_N=per_token(lambda row, columns: _versions(row.segment, columns)),
-        response_column_N=per_token(lambda _, columns: columns - (columns[0] if len(columns) else 0)),
-        token_rewards_N=per_token(_token_rewards),
-        lengths_B=torch.tensor(counts, dtype=torch.int64, device=device),
+        target_N=on_device(ids[places_N]),
+        temperature_N=on_device(np.repeat(np.array([row.temperature for row in rows], np.float32), counts_B)),
+        behavior_logprobs_N=on_device(np.concatenate([one.behavior_logprobs for one in segments])[places_N]),
+        versions_N=on_device(_versions(segments, counts_B, positions_N)),
+        response_column_N=on_device(positions_N - np.repeat(firsts_B, counts_B[counts_B > 0])),
+        token_rewards_N=on_device(np.concatenate([_token_rewards(row) for row in rows])[places_N]),
+        lengths_B=on_device(counts_B),
     )
 
 
@@ -209,17 +211,22 @@ def _flat_rows(ends: NDArray[np.int64], device: torch.device) -> FlatRows:
     )
 
 
-def _versions(segment: Segment, columns: NDArray[np.intp]) -> NDArray[np.int64]:
-    if not segment.spans:
-        return np.zeros(len(columns), np.int64)
-    firsts = [span.first_token for span in segment.spans]
-    versions = np.array([span.policy_version for span in segment.spans], np.int64)
-    span_of_columns = np.maximum(np.searchsorted(firsts, columns, side="right") - 1, 0)
-    return versions.take(span_of_columns)
+def _versions(
+    segments: Sequence[Segment], counts_B: NDArray[np.int64], positions_N: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The version of each token's span. Tokens before a row's first span belong to it."""
+    firsts = np.array([one.spans[0].policy_version if one.spans else 0 for one in segments], np.int64)
+    versions_N = np.repeat(firsts, counts_B)
+    ends_B = np.cumsum(counts_B)
+    for one, end, count in zip(segments, ends_B, counts_B, strict=True):
+        for span in one.spans[1:]:
+            first = end - count + np.searchsorted(positions_N[end - count : end], span.first_token)
+            versions_N[first:end] = span.policy_version
+    return versions_N
 
 
-def _token_rewards(row: TrainingRow, columns: NDArray[np.intp]) -> NDArray[np.float32]:
-    return np.zeros(len(columns), np.float32) if row.token_rewards is None else row.token_rewards[columns]
+def _token_rewards(row: TrainingRow) -> NDArray[np.float32]:
+    return np.zeros(len(row.segment.ids), np.float32) if row.token_rewards is None else row.token_rewards
 
 
 _EMPTY = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), ())

@@ -113,7 +113,9 @@ def shared_fraction(batch: TrainBatch) -> float:
 
 
 def computed_tokens(batch: TrainBatch) -> int:
-    """The tokens that the forward passes of this batch compute, padding included, without empty micro-batches."""
+    """The tokens that the forward passes of this batch compute, padding included, without empty micro-batches. With
+    shared prompts each row's last token counts, too, although a line ends before it.
+    """
     headers = {(header.group_id, header.trajectory_id, header.segment): header for header in batch.headers}
     cells: dict[tuple[int, int, int], list[RowHeader]] = {}
     for row in batch.plan:

@@ -142,10 +142,11 @@ def measure_row_mixing(engine: TrainingEngine, device: torch.device, packing: Pa
     size = _PROMPT if packing == "shared" else 0
     first, second, other = (_row(engine, n, length, size) for n, length in enumerate((*_LENGTHS, _LENGTHS[0])))
     joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids[size:]])))
-    compared = _LENGTHS[1] - size
+    rest = _LENGTHS[1] - size
+    compared = rest - (packing == "shared")  # whose line ends before the last token
     attention = engine.module.config._attn_implementation
-    alone_TH = _hidden(engine, stack([first, second], device))[1, -compared:]
-    continued_TH = _hidden(engine, stack([joined], device))[0, -compared:]
+    alone_TH = _hidden(engine, stack([first, second], device))[1, -rest:][:compared]
+    continued_TH = _hidden(engine, stack([joined], device))[0, -rest:][:compared]
     try:
         if packing == "shared":
             _set_attention([engine], [SHARED_PROMPTS])

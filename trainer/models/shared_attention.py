@@ -2,9 +2,9 @@
 
 All other layers see one line of tokens. Here keys and values are gathered for each sequence, so that every answer sees
 its prompt's without computing them again, at the cost of separate rows' attention. On CUDA in half precision this is
-torch's variable-length attention, elsewhere one masked attention for each block of similar sequences.
+torch's variable-length attention, elsewhere one masked attention for each block of similar squares.
 
-R sequences of a block, Q queries and K keys of each, H heads, D size of a head, T tokens of the line.
+R squares of a block, Q queries and K keys of each, H heads, D size of a head, T tokens of the line.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """The results of all queries of a block, (R·Q, H, D)."""
-    query = _gather(query_THD, block.queries_RQ)
-    key, value = _gather(key_THD, block.keys_RK), _gather(value_THD, block.keys_RK)
-    window = None if window is None or window >= block.keys_RK.shape[1] else window
-    is_causal = window is None and not block.has_prompts
+    query = _gather(query_THD, block.queries.columns)
+    key, value = _gather(key_THD, block.keys.columns), _gather(value_THD, block.keys.columns)
+    window = None if window is None or window >= block.keys.columns.shape[1] else window
+    is_causal = window is None and block.is_causal
     if query.is_cuda and not is_causal:  # CUDA's fused kernels take no mask if several heads share a key
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     found = functional.scaled_dot_product_attention(

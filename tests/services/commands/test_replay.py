@@ -126,6 +126,7 @@ def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:
 
 CHOICES: dict[str, Any] = {
     "rollout.engine": "transformers",
+    "rollout.num_threads": 7,
     "weights.backend": "disk",
     "run.trackers": ["mlflow"],
 }

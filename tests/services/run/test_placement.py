@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.services.run import placement
-from tandem.services.run.placement import gpus_wanted, place, starts_after
+from tandem.services.run.placement import CPU_ENVIRONMENT, automatic_threads, gpus_wanted, place, starts_after
 from tests.support.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
@@ -27,12 +27,29 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> None:
     monkeypatch.setattr(placement, "gpu_ids", lambda: gpus)
 
 
-def test_one_sampler_and_one_trainer_share_the_cores_with_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_on_cpus_have_one_thread_if_the_recipe_names_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recipe = recipe_of(VALUES)
     for name in ("feed", "rollout-0", "reward", "trainer"):
-        assert place(recipe, name) == {"OMP_NUM_THREADS": "1"}
+        assert place(recipe, name) == CPU_ENVIRONMENT
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert place(recipe, "trainer") == {"OMP_NUM_THREADS": "8"}, "the user's own value is kept"
+    assert place(recipe, "trainer")["OMP_NUM_THREADS"] == "8", "the user's own value is kept"
+
+
+def test_trainer_and_samplers_get_the_threads_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(VALUES, trainer={"num_threads": 3}, rollout={"num_threads": 2})
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    threads = {"trainer": "3", "rollout-0": "2", "rollout-1": "2", "feed": "8"}
+    assert {name: place(recipe, name)["OMP_NUM_THREADS"] for name in threads} == threads
+
+
+def test_processes_of_one_kind_share_the_cores_unless_the_environment_names_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [automatic_threads(number) for number in (0, 1, 2, 3, 4)] == [3, 3, 1, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert automatic_threads(1) == 2
 
 
 def test_samplers_side_by_side_get_a_core_for_every_worker() -> None:

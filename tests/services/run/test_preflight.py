@@ -258,6 +258,14 @@ def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.Mon
         check_disk(recipe_of(values), None)
 
 
+@pytest.mark.parametrize("table", ["trainer", "rollout"])
+def test_more_threads_than_cores_are_refused_before_the_run_begins(values: Values, table: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    check_recipe(recipe_of(values, **{table: {"num_threads": cores}}), resume=False)
+    recipe = recipe_of(values, **{table: {"num_threads": cores + 1}})
+    refused(ConfigError, recipe, f"{table}.num_threads is {cores + 1} and this machine has {cores} cores")
+
+
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
     recipe = recipe_of(values, data={"train_file": str(tmp_path / "gone")})
     check_service(recipe, "rollout", 0)

@@ -11,7 +11,7 @@ import pytest
 from tandem.protos.errors import ConfigError
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
-from tandem.services.run.resume import FREE, check_resumable, forbidden_changes, with_zero_stage
+from tandem.services.run.resume import FREE, check_resumable, forbidden_changes, with_automatic_values
 from tests.support.run_inputs import Values, recipe_of
 
 EVERY_TABLE: dict[str, Any] = {
@@ -101,14 +101,33 @@ def test_a_run_may_become_longer_unless_its_learning_rate_decays(values: Values,
     assert "run.total_batches was 3" in refusal(longer)
 
 
+def test_a_resumed_run_keeps_the_threads_that_it_began_with(
+    values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    recipe = recipe_of(values)
+    began = begun(with_automatic_values(recipe, resume=False))
+    assert (began.trainer.num_threads, began.rollout.num_threads) == (3, 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    resumed = with_automatic_values(recipe, resume=True)
+    check_resumable(resumed)
+    assert resumed == began
+    other = with_automatic_values(recipe_of(values, trainer={"num_threads": 2}), resume=True)
+    assert "trainer.num_threads was 3" in refusal(other), "sums depend on it"
+    elsewhere = {"folder": str(tmp_path / "older")}
+    older = begun(recipe_of(values, run=elsewhere, trainer={"zero_stage": 0}))
+    resumed = with_automatic_values(recipe_of(values, run=elsewhere), resume=True)
+    assert resumed == older, "an earlier version recorded no number"
+
+
 def test_a_resumed_run_keeps_the_zero_stage_that_it_began_with(values: Values) -> None:
     recipe = recipe_of(values)
-    began = with_zero_stage(recipe, resume=False)
+    began = with_automatic_values(recipe, resume=False)
     assert began.trainer.zero_stage == 0, "auto is replaced by what one rank in float32 uses"
     older = begun(recipe_of(values, trainer={"zero_stage": 3}))
-    resumed = with_zero_stage(recipe, resume=True)
+    resumed = with_automatic_values(recipe, resume=True)
     check_resumable(resumed)
     assert resumed == older
-    assert with_zero_stage(recipe, resume=False) == began, "a run that is started over does not"
-    other = with_zero_stage(recipe_of(values, trainer={"zero_stage": 1}), resume=True)
+    assert with_automatic_values(recipe, resume=False) == began, "a run that is started over does not"
+    other = with_automatic_values(recipe_of(values, trainer={"zero_stage": 1}), resume=True)
     assert "trainer.zero_stage was 3" in refusal(other), "a stage that is given is not replaced"

@@ -53,13 +53,14 @@ def test_every_trainable_row_is_planned_once_within_the_budget(
         assert 0 <= padding_fraction(batch) < 1
 
 
-def test_the_tokens_planned_with_shared_prompts_are_those_computed() -> None:
+def test_the_tokens_planned_with_shared_prompts_are_those_computed_and_the_last_of_each_row() -> None:
     batch, by_id = make_batch([make_group(index) for index in range(3)], packing="shared", tokens_per_micro_batch=64)
     ((*micro_batches,),) = rank_micro_batches(batch, by_id, rank=0, device=torch.device("cpu"))
     sizes = [micro_batch.ids_BT.numel() for micro_batch in micro_batches]
-    assert len(sizes) > 1 and max(sizes) <= 64 and sum(sizes) == computed_tokens(batch)
+    planned = sum(sizes) + len(batch.plan)
+    assert len(sizes) > 1 and max(sizes) <= 64 and planned == computed_tokens(batch)
     num_tokens = sum(header.num_tokens for header in batch.headers)
-    assert shared_fraction(batch) == 1 - sum(sizes) / num_tokens > 0
+    assert shared_fraction(batch) == 1 - planned / num_tokens > 0
 
 
 @pytest.mark.parametrize("first", ["padded", "flat"])

@@ -60,6 +60,11 @@ def make_rows(sizes: Sizes, seed: int = 0) -> list[TrainingRow]:
     return rows
 
 
+def num_inputs(row: TrainingRow) -> int:
+    """Tokens before the last loss token."""
+    return int(np.flatnonzero(row.segment.loss_mask)[-1])
+
+
 sizes_of_rows = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=8)
 
 
@@ -69,11 +74,12 @@ def test_a_line_holds_each_shared_prompt_once_and_every_row_at_its_positions(siz
     padded, shared = stack(rows, CPU), stack(rows, CPU, packing="shared")
     assert shared.shared is not None
     prompts = {prompt: prompt + 1 for prompt, _ in sizes}
-    assert shared.ids_BT.shape == (1, sum(prompts.values()) + sum(rest for _, rest in sizes) or 1)
+    rests = [num_inputs(row) - prompt - 1 for row, (prompt, _) in zip(rows, sizes, strict=True)]
+    assert shared.ids_BT.shape == (1, sum(prompts.values()) + sum(rests) or 1)
     for number, row in enumerate(rows):
-        columns = shared.shared.columns(number, np.arange(len(row.segment.ids)))
-        assert shared.ids_BT[0, columns].tolist() == row.segment.ids.tolist()
-        assert shared.shared.positions_BT[0, columns].tolist() == list(range(len(row.segment.ids)))
+        columns = shared.shared.columns(number, np.arange(num_inputs(row)))
+        assert shared.ids_BT[0, columns].tolist() == row.segment.ids[: num_inputs(row)].tolist()
+        assert shared.shared.positions_BT[0, columns].tolist() == list(range(num_inputs(row)))
     for name in (*("target_N", "temperature_N", "behavior_logprobs_N", "versions_N"), "lengths_B", "token_rewards_N"):
         assert getattr(shared, name).equal(getattr(padded, name)), name
 
@@ -87,7 +93,7 @@ def test_every_token_sees_its_own_row_up_to_itself(sizes: Sizes) -> None:
     seen_by_block = [
         [set(keys[mask == 0].tolist()) for mask in masks]
         for block in blocks
-        for keys, masks in zip(block.keys_RK, block.mask(None, torch.float32)[:, 0], strict=True)
+        for keys, masks in zip(block.keys.columns, block.mask(None, torch.float32)[:, 0], strict=True)
     ]
     seen_by_place = [seen for sequence in seen_by_block for seen in sequence]
     seen_by_varlen = [
@@ -98,7 +104,7 @@ def test_every_token_sees_its_own_row_up_to_itself(sizes: Sizes) -> None:
         for query in range(queries)
     ]
     for number, row in enumerate(rows):
-        columns = shared.columns(number, np.arange(len(row.segment.ids)))
+        columns = shared.columns(number, np.arange(num_inputs(row)))
         for position, column in enumerate(columns):
             own = set(columns[: position + 1].tolist())
             assert seen_by_place[places_T[column]] == own == seen_by_varlen[column]
@@ -250,8 +256,8 @@ def test_only_the_prompt_before_the_first_loss_token_is_shared() -> None:
     masks = [np.array(mask, np.uint8) for mask in ([0, 0, 1, 1, 1], [0, 0, 1, 0, 1], [0, 0, 0, 1, 1])]
     rows = [Segment(ids, np.zeros(5, np.float32), mask, ()) for mask in masks]
     shared = SharedPrompts.of(rows, CPU)
-    assert shared.ids_T.tolist() == [5, 6, 7, 8, 9, 7, 8, 9, *ids]
-    assert shared.positions_BT[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert shared.ids_T.tolist() == [5, 6, 7, 8, 7, 8, 5, 6, 7, 8]
+    assert shared.positions_BT[0].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.gpu
