@@ -12,14 +12,14 @@ incarnation takes them back.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 from tandem.protos.codec import decode_headers
-from tandem.protos.errors import DataError, LedgerError, LostWritesError
+from tandem.protos.errors import LedgerError, LostWritesError
+from tandem.services.buffer.arguments import checked_ids, checked_reason, rows, sampler_of, with_generations
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
 from tandem.services.buffer.rollback import check_records, recorded_version, roll_back, run_to_end
 from tandem.services.buffer.trainer_calls import TrainerCalls
@@ -32,7 +32,6 @@ from tandem.services.buffer.types import (
     FailureKind,
     Released,
     Sampler,
-    SamplerState,
     ScoredClaim,
     Stage,
     Told,
@@ -40,9 +39,6 @@ from tandem.services.buffer.types import (
 from tandem.services.buffer.verification import violations
 
 _COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
-_GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
-_MAX_INDEX = 2**32  # a group's index is the position of a bit in a Redis string
-_MAX_REASON = 64
 
 
 class Buffer:
@@ -121,7 +117,7 @@ class Buffer:
         With `after`, admits none unless that is the saved position: Redis may have lost the last admissions. Raises
         DataError, and admits none, if one was admitted before.
         """
-        _checked_ids(group_id for group_id, _ in groups)
+        checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
         return int(self.connection.run("admit", new_request(), cursor, "" if after is None else after, *flat))
 
@@ -150,7 +146,7 @@ class Buffer:
             except LostWritesError:  # Redis has lost the registration of this start
                 self.register_sampler(worker, *self._registered[worker])
                 return []
-            return [Claim(name.decode(), stage, int(token), *data) for name, token, *data in _rows(reply, 4)]
+            return [Claim(name.decode(), stage, int(token), *data) for name, token, *data in rows(reply, 4)]
 
         return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
 
@@ -187,7 +183,7 @@ class Buffer:
         Returns `refused` if the lease is no longer current.
         """
         lease = (claim.group_id, claim.stage, claim.token)
-        reply = self.connection.run("release", new_request(), *lease, _checked_reason(reason), kind, detail)
+        reply = self.connection.run("release", new_request(), *lease, checked_reason(reason), kind, detail)
         return cast(Released, reply.decode())
 
     # ---- the trainer ----
@@ -214,8 +210,7 @@ class Buffer:
             reply = self._trainer.change("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [
-                ScoredClaim(group_id.decode(), decode_headers(headers.decode()))
-                for group_id, headers in _rows(reply, 2)
+                ScoredClaim(group_id.decode(), decode_headers(headers.decode())) for group_id, headers in rows(reply, 2)
             ]
 
         return self.connection.wait_for("signal:scored", attempt, timeout_seconds)
@@ -236,11 +231,11 @@ class Buffer:
 
         Raises LedgerError if a group is not claimed, or the version was recorded with other groups.
         """
-        self._trainer.change("record", incarnation, version, *_checked_ids(group_ids))
+        self._trainer.change("record", incarnation, version, *checked_ids(group_ids))
 
     def drop_claimed(self, incarnation: int, group_ids: Sequence[str], reason: str) -> None:
         """Drops claimed groups, whose credits return at once. Raises LedgerError if a group is not claimed."""
-        self._trainer.change("drop_claimed", incarnation, _checked_reason(reason), *_checked_ids(group_ids))
+        self._trainer.change("drop_claimed", incarnation, checked_reason(reason), *checked_ids(group_ids))
 
     def publish(
         self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler], group_ids: Sequence[str] = ()
@@ -253,8 +248,8 @@ class Buffer:
         plain id is not checked for restarts. Raises LedgerError if a later version is published, or one of `group_ids`
         is not recorded in this version.
         """
-        groups: list[str | int] = [len(group_ids), *_checked_ids(group_ids)]
-        run_to_end(self._trainer.change, "publish", incarnation, version, *groups, *_with_generations(acknowledged))
+        groups: list[str | int] = [len(group_ids), *checked_ids(group_ids)]
+        run_to_end(self._trainer.change, "publish", incarnation, version, *groups, *with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
@@ -279,7 +274,7 @@ class Buffer:
         Raises as `rollback.check_records`, and then changes nothing. A trainer that dies in a rollback leaves a sound
         ledger, in which its successor repeats it.
         """
-        records = {version: _checked_ids(recorded[version]) for version in sorted(recorded)}
+        records = {version: checked_ids(recorded[version]) for version in sorted(recorded)}
         check_records(self.connection, checkpoint_version, records, recorded_version(self.connection))
         roll_back(self._trainer.change, incarnation, checkpoint_version, records)
 
@@ -288,7 +283,7 @@ class Buffer:
         counts, dropped = self.counts(), 0
         outstanding = sum(counts[state] for state in LIVE_STATES)
         while True:
-            arguments = (incarnation, new_request(), _checked_reason(reason))
+            arguments = (incarnation, new_request(), checked_reason(reason))
             number = int(self._trainer.change("drop_outstanding", *arguments))
             dropped += number
             if number == 0 or dropped >= outstanding:  # the feed may admit others in their place
@@ -322,14 +317,14 @@ class Buffer:
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:
         """Returns all samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
-        return [_sampler(*row) for row in _rows(reply, 8)]
+        return [sampler_of(*row) for row in rows(reply, 8)]
 
     def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
         """Makes a sampler that was updated to `version` LIVE, if that is still the published version.
 
         Pass the `Sampler` as read when its update began, so that a sampler that has restarted since is not admitted.
         """
-        return bool(self._trainer.change("admit_sampler", incarnation, *_with_generations([sampler_id]), version))
+        return bool(self._trainer.change("admit_sampler", incarnation, *with_generations([sampler_id]), version))
 
     def services(self) -> dict[str, str]:
         return self._texts("services")
@@ -350,7 +345,7 @@ class Buffer:
 
     def silences(self) -> dict[str, float]:
         """Returns the seconds since the last heartbeat of every service and sampler by name."""
-        return {name.decode(): int(silent_ms) / 1000 for name, silent_ms in _rows(self.connection.run("silences"), 2)}
+        return {name.decode(): int(silent_ms) / 1000 for name, silent_ms in rows(self.connection.run("silences"), 2)}
 
     # ---- figures ----
 
@@ -360,7 +355,7 @@ class Buffer:
 
     def counts(self) -> dict[str, int]:
         """Returns groups per state (`STATES`), drops by reason (`dropped:<reason>`), and the limiter's counters."""
-        found = {name.decode(): int(figure) for name, figure in _rows(self.connection.run("counts"), 2)}
+        found = {name.decode(): int(figure) for name, figure in rows(self.connection.run("counts"), 2)}
         return dict.fromkeys((*_COUNTERS, *STATES), 0) | found
 
     def drop_errors(self) -> dict[str, str]:
@@ -379,34 +374,3 @@ class Buffer:
 
     def _generation(self, name: str) -> int | str:
         return self._generations.get(name, "")
-
-
-def _checked_ids(group_ids: Iterable[str]) -> list[str]:
-    """Returns the ids as a list. Raises DataError for an id that is not "<epoch>-<index>" with an index below 2³²."""
-    checked = list(group_ids)
-    for group_id in checked:
-        if not _GROUP_ID.fullmatch(group_id) or int(group_id.partition("-")[2]) >= _MAX_INDEX:
-            raise DataError(f"group id {group_id!r} is not <epoch>-<index> with an index below {_MAX_INDEX}")
-    return checked
-
-
-def _checked_reason(reason: str) -> str:
-    """Checks that the reason of a drop or release is short, because each reason has a counter."""
-    assert 0 < len(reason) <= _MAX_REASON, f"a reason is a name of at most {_MAX_REASON} characters, got {reason!r}"
-    return reason
-
-
-def _with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
-    """Returns id and generation of each sampler. The scripts do not check the generation '' of a plain id."""
-    pairs = [(each.id, each.generation) if isinstance(each, Sampler) else (each, "") for each in samplers]
-    return [value for pair in pairs for value in pair]
-
-
-def _sampler(name: bytes, address: bytes, state: bytes, *numbers: bytes) -> Sampler:
-    version, incarnation, tensor_parallel_size, alive, generation = map(int, numbers)
-    texts = (name.decode(), address.decode(), cast("SamplerState", state.decode()))
-    return Sampler(*texts, version, incarnation, tensor_parallel_size, alive == 1, generation)
-
-
-def _rows(reply: Sequence[bytes], width: int) -> list[Sequence[bytes]]:
-    return [reply[first : first + width] for first in range(0, len(reply), width)]
