@@ -27,26 +27,22 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from tandem.protos.digest_rows import COLUMNS, MULTIPLIER, OFFSET, add_rows
 from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress
 
 DIGEST_BYTES = 32
-_COLUMNS = 4096
-_MULTIPLIER = -7046029254386353131  # 2^64/φ as a signed number, so neighbouring rows get unrelated multipliers
-_OFFSET = 0x5851F42D4C957F2D
 _ROWS_AT_ONCE = 2048
-_ROWS_AT_ONCE_ON_CPU = 8  # 256 KiB stays in the cache of a core
 _LEAST_HUGE_BYTES = 4 << 20
 _PART_BYTES = 2 << 20
 """Size of what a rank of a chain passes on at once; of 0.25 to 128 MiB, 2 to 4 MiB were fastest."""
 _ANY_PORT = 9
 _SECRET = "secret"
-_INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 """Key in the store of a group, with which its members recognise one another."""
+_INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 
 
 class BucketDigest:
@@ -55,22 +51,22 @@ class BucketDigest:
     def __init__(self, data: torch.Tensor) -> None:
         assert data.dtype == torch.uint8 and data.dim() == 1 and data.numel() % 8 == 0
         self._words = data.view(torch.int64)
-        self._num_rows = self._words.numel() // _COLUMNS
+        self._num_rows = self._words.numel() // COLUMNS
         self._next_row = 0
-        self._sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
+        self._sums = torch.zeros(COLUMNS, dtype=torch.int64, device=data.device)
 
     def advance(self, num_bytes: int) -> None:
         """Reads what it has not read of the first `num_bytes` bytes, which have their final values."""
         device = self._words.device
-        end = min(num_bytes // (8 * _COLUMNS), self._num_rows)
-        table = self._words[: end * _COLUMNS].view(end, _COLUMNS)
+        end = min(num_bytes // (8 * COLUMNS), self._num_rows)
+        table = self._words[: end * COLUMNS].view(end, COLUMNS)
         if device.type == "cpu":
-            _add_rows(table.numpy().view(np.uint64), self._next_row, self._sums.numpy().view(np.uint64))
+            add_rows(table.numpy().view(np.uint64), self._next_row, self._sums.numpy().view(np.uint64))
             self._next_row = max(self._next_row, end)
             return
         for first in range(self._next_row, end, _ROWS_AT_ONCE):
             rows = table[first : first + _ROWS_AT_ONCE]
-            multipliers = (torch.arange(first, first + len(rows), device=device) * _MULTIPLIER) ^ _OFFSET | 1
+            multipliers = (torch.arange(first, first + len(rows), device=device) * MULTIPLIER) ^ OFFSET | 1
             mixed = (rows >> 32) & 0xFFFFFFFF  # moves high bits into low ones; a product alone would discard them
             mixed ^= rows
             mixed *= multipliers[:, None]
@@ -81,21 +77,9 @@ class BucketDigest:
         """Reads the rest and returns the digest."""
         self.advance(8 * self._words.numel())
         digest = hashlib.blake2b(self._sums.cpu().numpy().tobytes(), digest_size=DIGEST_BYTES)
-        digest.update(self._words[self._num_rows * _COLUMNS :].cpu().numpy().tobytes())
+        digest.update(self._words[self._num_rows * COLUMNS :].cpu().numpy().tobytes())
         digest.update((8 * self._words.numel()).to_bytes(8, "little"))
         return digest.digest()
-
-
-def _add_rows(table: NDArray[np.uint64], first: int, sums: NDArray[np.uint64]) -> None:
-    """What `BucketDigest.advance` does on a GPU, in numpy, whose loops take half of torch's time on a CPU."""
-    scratch = np.empty((_ROWS_AT_ONCE_ON_CPU, _COLUMNS), np.uint64)
-    for start in range(first, len(table), _ROWS_AT_ONCE_ON_CPU):
-        rows = table[start : start + _ROWS_AT_ONCE_ON_CPU]
-        numbers = np.arange(start, start + len(rows), dtype=np.uint64)
-        multipliers = numbers * np.uint64(_MULTIPLIER % 2**64) ^ np.uint64(_OFFSET) | np.uint64(1)
-        mixed = np.right_shift(rows, 32, out=scratch[: len(rows)])
-        mixed ^= rows
-        sums += np.einsum("r,rc->c", multipliers, mixed)
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:

@@ -83,13 +83,7 @@ def run_recipe(
         stack.callback(remove_leftovers)  # of killed samplers
         processes = ProcessGroup(report=partial(_report, recipe, console), make_child=machines.make_child)
         stack.enter_context(processes.signals())
-        redis_url = external_redis_url(recipe)
-        if not redis_url:
-            redis = stack.enter_context(
-                RedisChild(recipe.folder, report=processes.report, progress=lambda: processes.progress("redis"))
-            )
-            redis_url = redis.url
-            processes.on_poll.append(redis.restart_if_dead)
+        redis_url = external_redis_url(recipe) or _start_redis(recipe, processes, stack)
         machines.check_shared(recipe, redis_url)
         buffer = Buffer(redis_url, recipe.run.run_id)
         stack.callback(buffer.close)
@@ -120,6 +114,13 @@ def run_recipe(
                 watch.ask_redis()
                 _report_warnings(watch, processes)
         return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
+
+
+def _start_redis(recipe: Recipe, processes: ProcessGroup, stack: ExitStack) -> str:
+    """Starts the run's own Redis, which is restarted when it dies, and returns its URL."""
+    redis = RedisChild(recipe.folder, report=processes.report, progress=lambda: processes.progress("redis"))
+    processes.on_poll.append(redis.restart_if_dead)
+    return stack.enter_context(redis).url
 
 
 class OutageReport:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.registry import is_import_path
@@ -53,8 +53,9 @@ class Input(NamedTuple):
         return {"path": self.path, "files": {name: file._asdict() for name, file in self.files.items()}}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        return cls(value["path"], {name: FileDigest(**file) for name, file in value["files"].items()})
+    def from_json(cls, path: str, files: Mapping[str, Mapping[str, object]]) -> Self:
+        read = {name: FileDigest._make(file[field] for field in FileDigest._fields) for name, file in files.items()}
+        return cls(path, read)
 
 
 def record_inputs(recipe: Recipe, buffer: Buffer) -> None:
@@ -99,7 +100,9 @@ def join_inputs(buffer: Buffer, recipe: Recipe, service: str, free: frozenset[st
             _put(buffer, key, now, replace=True)
     if service in ("feed", "trainer"):  # the others may not be able to write there
         noted = buffer.connection.hash("inputs")
-        _write(recipe.folder, {key.decode(): Input.from_json(json.loads(text)) for key, text in sorted(noted.items())})
+        _write(
+            recipe.folder, {key.decode(): Input.from_json(**json.loads(text)) for key, text in sorted(noted.items())}
+        )
 
 
 def input_paths(recipe: Recipe) -> dict[str, Path]:
@@ -123,7 +126,7 @@ def recorded_inputs(folder: Path) -> dict[str, Input]:
     file = folder / INPUTS_FILE
     if not file.is_file():
         return {}
-    return {key: Input.from_json(one) for key, one in json.loads(file.read_text(encoding="utf-8")).items()}
+    return {key: Input.from_json(**one) for key, one in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 def _write(folder: Path, inputs: Mapping[str, Input]) -> None:
@@ -191,7 +194,7 @@ def _put(buffer: Buffer, key: str, one: Input, *, replace: bool) -> Input:
         buffer.connection.retried(lambda: redis.hset(place, key, text))
     else:
         buffer.connection.retried(lambda: redis.hsetnx(place, key, text))
-    return Input.from_json(json.loads(buffer.connection.hash("inputs")[key.encode()]))
+    return Input.from_json(**json.loads(buffer.connection.hash("inputs")[key.encode()]))
 
 
 def _compare(key: str, was: Input | None, now: Input, free: frozenset[str], where: str) -> None:

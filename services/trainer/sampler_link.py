@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import grpc
 
@@ -44,7 +44,7 @@ class SamplerLink:
         self.silent_checks = 0
         """Checks in a row that found its heartbeat silent."""
         self._given_up = ""
-        self._call: grpc.Future[Any] | None = None
+        self._call: grpc.Future[object] | None = None
         self._failed_catch_ups = 0
         self._retry_at = 0.0
         self._channel = connect(sampler.address, token, credentials, server_name)
@@ -125,7 +125,7 @@ class SamplerLink:
         self._channel.close()
 
     def _made(self, call: grpc.Future[Reply]) -> grpc.Future[Reply]:
-        self._call = call
+        self._call = cast("grpc.Future[object]", call)
         return call
 
     def _note_failure(self, text: str) -> None:

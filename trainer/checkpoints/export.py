@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -38,10 +37,12 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
     return weights
 
 
-def save_model(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> None:
+def save_model(
+    model: transformers.PreTrainedModel, folder: Path, state_dict: dict[str, torch.Tensor] | None = None
+) -> None:
     """`save_pretrained`, which would import DeepSpeed (2 s and a warning) to ask whether the model is its engine."""
     with hidden_module("deepspeed"):
-        model.save_pretrained(folder, **options)
+        model.save_pretrained(folder, state_dict=state_dict)
 
 
 def write_export(

@@ -128,7 +128,7 @@ def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
     return kinds[tag](members)
 
 
-def _check_hashes(members: list[Any]) -> None:
+def _check_hashes(members: list[object]) -> None:
     """Raises ValueError if many have the hash of another one, as multiples of 2^61 - 1 have: a set of them would take
     quadratic time, outside the limits of the program that sent them.
     """
