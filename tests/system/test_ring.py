@@ -55,7 +55,7 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     assert recorded_versions(run.folder) == list(range(1, TOTAL + 1))
     assert len(read_plan(run.folder, 1).plan) == P * N
     assert (run.folder / "exports" / "000003" / "model.safetensors").exists()
-    assert sorted(folder.name for folder in (run.folder / "checkpoints").iterdir()) == ["000003", "000006"]
+    assert sorted(folder.name for folder in (run.folder / "checkpoints").iterdir()) == ["000003-1", "000006-1"]
     assert list((run.folder / "tensorboard").iterdir())
     spans = [span for _, row in run.trained_rows() for segment in row.trajectory.segments for span in segment.spans]
     assert {span.incarnation for span in spans} == {1}

@@ -136,7 +136,9 @@ def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batc
     assert train(recipe, redis_url)
     assert found == [(1, 0), (2, 1), (3, 2), (4, 3)]
     assert len({line["weights_digest"] for line in lines_of(recipe)}) == 4
-    assert checkpoints == [[], [], ["000002"], ["000002"]], "an ordered checkpoint comes after the batch at hand, once"
+    assert checkpoints == [[], [], ["000002-2"], ["000002-2"]], (
+        "an ordered checkpoint comes after the batch at hand, once"
+    )
     assert not orders.checkpoint_wanted()
 
 
