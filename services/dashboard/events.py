@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tandem.protos import control_pb2
 from tandem.services.dashboard.figures import Figures
 from tandem.services.run.json_files import EVENTS_FILE, JsonTail
+from tandem.trainer.checkpoints.state import list_checkpoints
 
 MOST = 500
 
@@ -41,11 +42,11 @@ class Events:
         self.listed = sorted(found, reverse=True)[:MOST]
 
     def _saved(self) -> Iterator[Event]:
-        for folder in self._checkpoints.glob("[0-9]*"):
+        for version, _, folder in list_checkpoints(self._checkpoints):
             try:
-                yield Event(folder.stat().st_mtime, "checkpoint", f"version {int(folder.name)} is saved")
-            except (OSError, ValueError):
-                continue  # it was pruned just now, or is still being written
+                yield Event(folder.stat().st_mtime, "checkpoint", f"version {version} is saved")
+            except OSError:
+                continue  # it was pruned just now
 
     def _evaluated(self) -> Iterator[Event]:
         times = {line["step"]: line["time"] for line in self._figures.lines}
