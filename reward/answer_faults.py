@@ -56,40 +56,53 @@ class AnswerFaults:
             for number, score in zip(suspects, ask([items[number] for number in suspects]), strict=True):
                 decided[number] = score
         scored = [item for item, score in zip(items, decided, strict=True) if isinstance(score, Scored)]
-        low, high = self._note(scorer, decided, scored)
-        parts = _worst_parts(decided, rising)
-        asked: list[tuple[ScoreItem, bool]] = []
+        self._note(scorer, decided, scored)
+        asked: list[tuple[ScoreItem, list[Score] | None]] = []
         for number, reason in _suspects(decided).items():
             item = items[number]
-            works = next((found for one, found in asked if _same_question(one, item)), None)
-            if works is None:
-                works = self._works(scorer, item, [*scored, *settled], ask, outside)
-                asked.append((item, works))
-            if works:
-                decided[number] = Scored(low if rising else high, {**parts, f"{FAULT}{reason}": 1.0})
+            controls, known = next(((found, True) for one, found in asked if _same_question(one, item)), (None, False))
+            if not known:
+                controls = self._controls(scorer, item, scored, settled, ask, outside)
+                asked.append((item, controls))
+            if controls is not None:
+                parts = {**_worst_parts([*decided, *controls], rising), f"{FAULT}{reason}": 1.0}
+                low, high = self._ranges[scorer]
+                decided[number] = Scored(low if rising else high, parts)
         return decided
 
-    def _works(self, scorer: str, item: ScoreItem, others: Sequence[ScoreItem], ask: Ask, outside: bool) -> bool:
-        """Whether the scorer now gives every control of the item a score."""
-        controls = [one for one in others if _same_question(one, item)][:1]
-        if not controls:
-            controls = [item._replace(solution="")]
-            if outside:
-                last = self._scored_last.get(scorer)
-                if last is None:
-                    return False
-                controls.append(last)
-        return all(isinstance(score, Scored) for score in ask(controls))
+    def _controls(
+        self,
+        scorer: str,
+        item: ScoreItem,
+        scored: Sequence[ScoreItem],
+        settled: Sequence[ScoreItem],
+        ask: Ask,
+        outside: bool,
+    ) -> list[Score] | None:
+        """The scores that other answers to the item's question get now; None if a control gets none."""
+        others = [one for one in scored if _same_question(one, item)][:1]
+        # What the settled ones got from this scorer is not known here, and the worst score must not be above it.
+        others = others or [one for one in settled if _same_question(one, item)]
+        controls = others or [item._replace(solution="")]
+        if not others and outside:
+            last = self._scored_last.get(scorer)
+            if last is None:
+                return None
+            controls = [*controls, last]
+        scores = ask(controls)
+        if not all(isinstance(score, Scored) for score in scores):
+            return None
+        self._note(scorer, scores, [])
+        return scores[:1] if not others else scores
 
-    def _note(self, scorer: str, scores: Sequence[Score], scored: Sequence[ScoreItem]) -> tuple[float, float]:
-        """The lowest and the highest score that the scorer has given so far."""
+    def _note(self, scorer: str, scores: Sequence[Score], scored: Sequence[ScoreItem]) -> None:
+        """Widens the range of the scorer's scores so far, and keeps an item that it has scored."""
         values = [score.value for score in scores if isinstance(score, Scored)]
         with self._lock:
             low, high = self._ranges.get(scorer, (0.0, 1.0))
-            self._ranges[scorer] = low, high = min([low, *values]), max([high, *values])
+            self._ranges[scorer] = min([low, *values]), max([high, *values])
             if scored:
                 self._scored_last[scorer] = scored[0]
-        return low, high
 
 
 def _same_question(one: ScoreItem, other: ScoreItem) -> bool:

@@ -221,13 +221,6 @@ class _Answer:
             self.output.set_result(output.outputs[0])
 
 
-def _row(prepared: EngineCoreRequest, answer: _Answer) -> EngineCoreRequest:
-    """The request under its own id, for vLLM's output processor, which reads no seed."""
-    request = copy(prepared)
-    request.request_id = request.external_req_id = answer.request.request_id
-    return request
-
-
 def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,8 +43,7 @@ def main(folder: Path) -> int:
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
     if num_ranks > 1 and "RANK" not in os.environ:  # all on this machine, even if the run used several
         command = [sys.executable, "-m", "tandem.services.commands.replay", str(folder)]
-        with TemporaryDirectory(prefix="tandem-replay-") as scratch:
-            return run_local_ranks(command, num_ranks, Path(scratch))
+        return run_local_ranks(command, num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the trainer of a run that recorded no number of threads
     return Replay(folder, recipe).run()
 

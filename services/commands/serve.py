@@ -67,9 +67,10 @@ def serve_one(
 
 def take_over(run_folder: Path, overrides: Sequence[str]) -> None:
     """Runs the trainer of a run here, in place of the one that runs now. Raises RunExistsError if a supervisor runs in
-    the folder: it would start its trainer again.
+    the folder: it would start its trainer again. Raises ConfigError if the trainer runs on several machines.
     """
-    from tandem.protos.errors import RunExistsError
+    from tandem.protos.errors import ConfigError, RunExistsError
+    from tandem.services.config import load_recipe
     from tandem.services.run.folder import CONFIG_FILE, running
     from tandem.services.trainer.takeover import TAKEOVER_VARIABLE
 
@@ -77,6 +78,11 @@ def take_over(run_folder: Path, overrides: Sequence[str]) -> None:
         raise RunExistsError(
             f"run folder {run_folder}: `tandem run` (pid {owner.pid}) starts its own trainer; end that one, and it is "
             "started again"
+        )
+    if (nodes := load_recipe(run_folder / CONFIG_FILE, overrides).trainer.num_nodes) > 1:
+        raise ConfigError(
+            f"run folder {run_folder}: its trainer runs on {nodes} machines, whose seats a second one cannot have; end "
+            "it on all of them, and start it again by `tandem serve trainer`"
         )
     os.environ[TAKEOVER_VARIABLE] = "1"  # for the ranks, too
     serve_one("trainer", run_folder / CONFIG_FILE, overrides, None, "none")

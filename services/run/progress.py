@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ WINDOW_LINES = 20
 """Number of last batches over which rates are computed."""
 IDLE_FRACTION = 0.2
 """A side that is idle for a larger fraction of the time counts as waiting."""
+_SURELY_NEW_SECONDS = 2.0  # a heartbeat comes every second
 HUNG_SECONDS = 30.0
 _BAR_COLUMNS = 30  # fewer on a narrow terminal
 
@@ -201,7 +203,6 @@ class RunWatch(Repeated):
                 self._drop_errors = self._buffer.drop_errors()
         except TandemError:  # Redis is restarting; keep the previous figures
             return
-        self.silences = silences
         self._answered_at = now = time.monotonic()
         for name, of_service in figures.items():
             if "groups_completed" in of_service:
@@ -209,7 +210,14 @@ class RunWatch(Repeated):
                 total, before = self._own_progress.get(name, (0, 0))
                 grown = completed - before if completed >= before else completed  # of a new life
                 self._own_progress[name] = (total + grown, completed)
-        self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
+        # Redis' clock stands still while Redis is away, so after an outage an old heartbeat would look like a new one.
+        came = {
+            name: now - silence
+            for name, silence in silences.items()
+            if name != "controller" and (silence < _SURELY_NEW_SECONDS or silence < self.silences.get(name, math.inf))
+        }
+        self.last_heartbeats = {**self.last_heartbeats, **came}
+        self.silences = silences
 
     def _look(self) -> None:
         self.ask_redis()

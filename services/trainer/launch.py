@@ -37,7 +37,7 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
         command = [sys.executable, "-m", "tandem.services.cli", "serve", "trainer", *recipe_arguments]
         if recipe.trainer.num_nodes > 1:
             sys.exit(run_node(command, recipe, redis_url))
-        sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, recipe.folder, stop=stop_event()))
+        sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, stop=stop_event()))
     with starting():
         from tandem.services.trainer.service import main
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 5
 LEASE_SECONDS = 15.0
-"""After this time without a report a machine counts as gone. Longer than an outage of Redis that is waited for."""
+"""After this time without a report a machine counts as gone, also if only its connection to Redis is."""
 _REPORT_SECONDS = 0.2
 _GATHER_SECONDS = 600.0
 _USER_ERROR = 2

@@ -83,6 +83,11 @@ class Publisher:
         ):
             self._threads.enter_context(Repeated(name, seconds, partial(self._noting_errors, check)))
 
+    def check(self) -> None:
+        """Raises the error that ended the work of a thread: a bug, a full disk, or that another trainer took over."""
+        if self._error is not None:
+            raise self._error
+
     def publish(
         self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None, group_ids: Sequence[str] = ()
     ) -> Publication:
@@ -92,8 +97,7 @@ class Publisher:
 
         Raises FencedError if another trainer took over.
         """
-        if self._error is not None:
-            raise self._error
+        self.check()
         began = time.monotonic()
         self._buffer.check_incarnation(self._incarnation)
         version, changed = manifest.policy_version, bool(manifest.buckets)
@@ -237,7 +241,7 @@ class Publisher:
             check()
         except UnavailableError as error:  # Redis is restarting; the trainer's loop handles it
             log.warning("weights: %s", error)
-        except BaseException as error:  # a bug or a fence; `publish` raises it
+        except BaseException as error:  # `check` raises it
             self._error = error
 
     def _give_up_silent_samplers(self) -> None:

@@ -219,7 +219,10 @@ class RankZero:
             self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
-        """Waits some seconds for the running evaluation, if there is one, and returns its state."""
+        """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
+        another trainer took over.
+        """
+        self._buffer.check_incarnation(self.incarnation)
         with self._doing("waits for the evaluation of the published version"):
             if self._evaluation.over(_RANKS_WAIT_SECONDS):
                 return "over"
@@ -266,9 +269,11 @@ class RankZero:
         return self._publishing is not None and not self._publishing.done()
 
     def _check_publication(self) -> None:
-        """Raises the error of a publication that failed."""
+        """Raises the error of a publication that failed, or of the publisher's threads."""
         if self._publishing is not None and self._publishing.done():
             self._publishing.result()
+        if self._publisher is not None:
+            self._publisher.check()
 
     def _publish(
         self,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from tandem.protos.store_source import StoreSource, file_store
@@ -92,18 +93,15 @@ class LocalRanks(AbstractContextManager["LocalRanks"]):
         return STOPPED
 
 
-def run_local_ranks(
-    command: Sequence[str], num_ranks: int, folder: Path, *, stop: threading.Event | None = None
-) -> int:
+def run_local_ranks(command: Sequence[str], num_ranks: int, *, stop: threading.Event | None = None) -> int:
     """Runs all ranks on this machine and returns their exit code, see `LocalRanks`. `stop` stops them.
 
-    They meet in a file in `folder` that only this user can write, so no port is open.
+    They meet in a file that only this user can write, so no port is open. It is not in the run folder, where another
+    trainer may run that is to be taken over.
     """
-    store = folder / "ranks.store"
-    store.unlink(missing_ok=True)  # of killed ranks
     with ExitStack() as stack:
-        stack.callback(store.unlink, missing_ok=True)
-        ranks = stack.enter_context(LocalRanks(command, file_store(str(store.absolute()), num_ranks), num_ranks))
+        store = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-ranks-"))) / "store"
+        ranks = stack.enter_context(LocalRanks(command, file_store(str(store), num_ranks), num_ranks))
         while (code := ranks.exit_code()) is None:
             if stop is not None and stop.is_set() and not ranks.is_stopping:
                 ranks.stop()

@@ -99,6 +99,6 @@ def ranks(
             folder.mkdir(exist_ok=True)
             patch.chdir(ROOT)
             command = [sys.executable, "-m", "tests.support.trainer_ranks", *map(str, (model, untied_model, folder))]
-            assert run_local_ranks(command, request.param, folder) == 0
+            assert run_local_ranks(command, request.param) == 0
             (folder / "ended").touch()
     return Ranks(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)])

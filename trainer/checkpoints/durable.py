@@ -15,7 +15,8 @@ from uuid import uuid4
 
 from tandem.protos.errors import EnvironmentLackError
 
-_SUFFIX = ".partial"
+PARTIAL = ".partial"
+"""Ending of the name of a folder that is not complete."""
 _REMOVED = ".removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot exchange, such as NFS
@@ -25,7 +26,7 @@ def partial_folder(folder: Path, writer: str = "") -> Path:
     """The name of `folder` until it is complete, which is no version number. Processes that may write the same folder
     at the same time have different names as `writer`.
     """
-    return folder.with_name(f"{folder.name}.{writer}{_SUFFIX}" if writer else folder.name + _SUFFIX)
+    return folder.with_name(f"{folder.name}.{writer}{PARTIAL}" if writer else folder.name + PARTIAL)
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def atomic_folder(
     except BaseException:
         shutil.rmtree(begun, ignore_errors=True)
         raise
-    for left in folder.parent.glob(f"{folder.name}.*{_SUFFIX}"):  # of writers that died, or are now refused
+    for left in folder.parent.glob(f"{folder.name}.*{PARTIAL}"):  # of writers that died, or are now refused
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.protos.errors import DataError
-from tandem.trainer.checkpoints.durable import remove_folder
+from tandem.trainer.checkpoints.durable import PARTIAL, remove_folder
 
 STATE_FILE = "state.json"
 FORMAT = 4
@@ -62,7 +63,9 @@ def latest_checkpoint(checkpoints: Path) -> tuple[int, int, Path] | None:
 
 
 def prune_checkpoints(checkpoints: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`."""
+    """Deletes all but the newest `keep`, and what trainers that died or were replaced have begun."""
+    for begun in checkpoints.glob(f"*{PARTIAL}"):
+        shutil.rmtree(begun, ignore_errors=True)
     for _, _, folder in list_checkpoints(checkpoints)[:-keep]:
         remove_folder(folder)
 

@@ -297,7 +297,7 @@ distributed.destroy_process_group()
 
 
 def test_ranks_meet_without_a_port_that_another_host_could_reach(tmp_path: Path) -> None:
-    assert run_local_ranks([sys.executable, "-c", RANK, str(tmp_path)], 2, tmp_path) == 0
+    assert run_local_ranks([sys.executable, "-c", RANK, str(tmp_path)], 2) == 0
     for rank in range(2):
         total, listening = ast.literal_eval((tmp_path / str(rank)).read_text())
         assert total == 3.0 and set(listening) <= {"127.0.0.1"}
@@ -307,7 +307,7 @@ def test_ranks_meet_without_a_port_that_another_host_could_reach(tmp_path: Path)
 @pytest.mark.parametrize(("ends", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(tmp_path: Path, ends: str, code: int) -> None:
     rank = f"import os, sys, time; os.environ['RANK'] == '1' and {ends}; time.sleep(100)"
-    assert run_local_ranks([sys.executable, "-c", rank], 3, tmp_path) == code
+    assert run_local_ranks([sys.executable, "-c", rank], 3) == code
 
 
 def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
     stop = threading.Event()
     codes: list[int] = []
     command = [sys.executable, "-c", rank, str(tmp_path)]
-    ranks = threading.Thread(target=lambda: codes.append(run_local_ranks(command, 2, tmp_path, stop=stop)))
+    ranks = threading.Thread(target=lambda: codes.append(run_local_ranks(command, 2, stop=stop)))
     ranks.start()
     eventually(lambda: len(list(tmp_path.glob("ready*"))) == 2)
     stop.set()
