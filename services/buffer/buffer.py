@@ -358,6 +358,10 @@ class Buffer:
         found = {name.decode(): int(figure) for name, figure in rows(self.connection.run("counts"), 2)}
         return dict.fromkeys((*_COUNTERS, *STATES), 0) | found
 
+    def set_aside(self) -> dict[str, str]:
+        """Returns, by group id, why a prompt failed so often that no later epoch admits it. At most 1,000 are kept."""
+        return self._texts("set_aside")
+
     def drop_errors(self) -> dict[str, str]:
         """Returns, by reason, the error of the first group dropped for it."""
         return self._texts("drop_errors")

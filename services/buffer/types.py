@@ -29,11 +29,14 @@ STATES = (*LIVE_STATES, "trained", "committed", "dropped")
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """State for the feed: `free` credits, `wanted` groups that the run still needs, and the next position `cursor`."""
+    """State for the feed: `free` credits, `wanted` groups that the run still needs, the next position `cursor`, and the
+    number of prompts that are set aside.
+    """
 
     free: int
     wanted: int
     cursor: int
+    num_set_aside: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ _TRAINING_BYTES = {"float32": (17, 29, 29, 36), "bfloat16": (23, 22, 27, 31)}
 """Bytes that one rank takes at its peak for each trained parameter, measured at each ZeRO stage."""
 GROUP_BYTES = 1500
 """Of Redis for a group that is not committed, besides its payload: its state, queue, lease, credit and keys."""
+NOTES_BYTES = 3500
+"""Of Redis for the notes of such a group: why its last leases ended without a result."""
+SET_ASIDE_BYTES = 600_000
+"""Of Redis for the prompts that failed too often."""
 HEADER_BYTES = 250
 """Of Redis for a row of a scored group: its header."""
 FINISHED_GROUP_BYTES = 2
@@ -49,12 +53,12 @@ def worst_case_redis_bytes(recipe: Recipe) -> int:
     """
     run = recipe.run
     row = recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN + HEADER_BYTES
-    outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES)
-    trained = recipe.checkpoint_every * run.groups_per_batch * GROUP_BYTES
+    outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES + NOTES_BYTES)
+    trained = recipe.checkpoint_every * run.groups_per_batch * (GROUP_BYTES + NOTES_BYTES)
     finished = run.total_batches * run.groups_per_batch * FINISHED_GROUP_BYTES
     samplers = max(recipe.rollout.num_replicas, recipe.autoscale.max_samplers)
     services = samplers + recipe.autoscale.max_scorers + 3  # feed, trainer, controller
-    return outstanding + trained + finished + services * SERVICE_BYTES
+    return outstanding + trained + finished + services * SERVICE_BYTES + SET_ASIDE_BYTES
 
 
 def job_bytes(recipe: Recipe) -> int:

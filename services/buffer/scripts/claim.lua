@@ -17,7 +17,7 @@ else
     local token = next_token()
     leave(id)
     enter(id, stage .. '_leased', NOW_MS + ARGV[6])
-    redis.call('HSET', key('group', id), 'token', token, 'worker', ARGV[3])
+    redis.call('HSET', key('group', id), 'token', token, 'worker', ARGV[3], 'worker:' .. stage, ARGV[3])
     redis.call('ZADD', key('leases', ARGV[3]), token, id)
     claimed[#claimed + 1] = { id, token }
   end

@@ -18,7 +18,7 @@ for i = 2, #ARGV, 4 do
       enter(id, 'generated_waiting', 'back')
     else
       redis.call('HSET', group, 'headers', ARGV[i + 3])
-      redis.call('HDEL', META, 'consecutive_drops')
+      if redis.call('HDEL', META, 'consecutive_drops') == 1 then set_suspects_aside() end
       enter(id, 'scored_waiting', redis.call('HINCRBY', META, 'sequence', 1))
     end
   elseif redis.call('HGET', group, 'completed:' .. stage) ~= token then

@@ -14,4 +14,5 @@ redis.call('HSET', META, 'groups_per_batch', ARGV[3], 'staleness_budget', ARGV[4
 redis.call('HSET', META, 'failure_budget:infrastructure', ARGV[6], 'failure_budget:data', ARGV[7])
 -- The target may have grown, so the feed reports again when it is done.
 redis.call('HDEL', META, 'feed_done', 'consecutive_drops', 'ended')
+redis.call('DEL', key('suspected'))
 return 1

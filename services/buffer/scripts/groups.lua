@@ -2,6 +2,9 @@
 
 local SILENT_MS = 10000 -- since the last heartbeat: ALIVE_SECONDS in types.py
 local MOST_HOLDERS = 16
+local MOST_NOTES = 8 -- of a group, the last ones: NOTES_BYTES in services/run/estimates.py
+local MOST_SET_ASIDE = 1000 -- prompts of a run: SET_ASIDE_BYTES there
+local DETAIL_LENGTH = 160
 local CHUNK = 128 -- groups that one call moves at most, where their number may be large; each takes up to 80 µs
 local LIVE = {
   'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased', 'scored_waiting', 'scored_claimed',
@@ -40,16 +43,17 @@ local function enter(id, state, place)
   redis.call('ZADD', key(state), place, id)
 end
 
--- Removes a group from its queue. Returns its state and its score there.
+-- Removes a group from its queue. Returns its state, its score there, and the holder of its lease.
 local function leave(id)
-  local state = redis.call('HGET', STATES, id)
+  local state, worker = redis.call('HGET', STATES, id), nil
   if not state then return nil end
   local score = redis.call('ZSCORE', key(state), id)
   redis.call('ZREM', key(state), id)
   if state == 'prompts_leased' or state == 'generated_leased' then
-    redis.call('ZREM', key('leases', redis.call('HGET', key('group', id), 'worker')), id)
+    worker = redis.call('HGET', key('group', id), 'worker')
+    redis.call('ZREM', key('leases', worker), id)
   end
-  return state, score
+  return state, score, worker
 end
 
 local function forget(id)
@@ -82,10 +86,35 @@ local function next_trained(above, last)
   return redis.call('ZRANGEBYSCORE', key('trained'), first[2], first[2]), tonumber(first[2])
 end
 
-local function requeue(id, stage, place)
-  leave(id)
+local function shortened(detail)
+  return (string.gsub(string.sub(detail or '', 1, DETAIL_LENGTH), '%c', ' '))
+end
+
+-- Ends a lease without a result, and notes why.
+local function requeue(id, stage, place, reason, detail)
+  local _, _, worker = leave(id)
   redis.call('HDEL', key('group', id), 'token', 'worker')
   enter(id, stage .. '_waiting', place)
+  local number = redis.call('HINCRBY', key('group', id), 'returns', 1)
+  local note = cjson.encode({ number, WALL_MS, stage, worker, reason, shortened(detail) })
+  redis.call('HSET', key('group', id), 'return:' .. number % MOST_NOTES, note)
+end
+
+-- A prompt that failed too often is not admitted again in later epochs, once another group is scored: until then the
+-- scorer may be at fault, and `create` forgets the prompts that failed before it was mended.
+local function suspect(id, reason, detail)
+  if redis.call('HLEN', key('suspected')) < MOST_SET_ASIDE then
+    redis.call('HSET', key('suspected'), id, reason .. ': ' .. shortened(detail))
+  end
+end
+
+local function set_suspects_aside()
+  local suspects = redis.call('HGETALL', key('suspected'))
+  local room = MOST_SET_ASIDE - redis.call('HLEN', key('set_aside'))
+  for i = 1, math.min(#suspects, 2 * room), 2 do
+    redis.call('HSET', key('set_aside'), suspects[i], suspects[i + 1])
+  end
+  redis.call('DEL', key('suspected'))
 end
 
 -- A failure of a leased group: requeued until its budget for that kind is spent, then dropped with the reason.
@@ -93,11 +122,12 @@ local function fail(id, stage, kind, reason, place, detail)
   local failures = redis.call('HINCRBY', key('group', id), 'failures:' .. kind, 1)
   if failures > number_of(META, 'failure_budget:' .. kind, MOST_HOLDERS) then
     drop(id, reason)
+    if kind ~= 'infrastructure' then suspect(id, reason, detail) end
     redis.call('HINCRBY', META, 'consecutive_drops', 1)
     redis.call('HSETNX', key('drop_errors'), reason, detail or '')
     return 'dropped'
   end
-  requeue(id, stage, place)
+  requeue(id, stage, place, reason, detail)
   return 'requeued'
 end
 

@@ -6,7 +6,7 @@ sweep(stage)
 if not holds(id, stage, ARGV[4]) then return 'refused' end
 local outcome = 'requeued'
 if kind == 'voluntary' then
-  requeue(id, stage, 'front')
+  requeue(id, stage, 'front', ARGV[5], ARGV[7])
 else
   outcome = fail(id, stage, kind, ARGV[5], 'back', ARGV[7]) -- what failed does not hold up the others
 end

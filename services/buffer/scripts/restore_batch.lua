@@ -12,7 +12,10 @@ local function restore(id)
   if ended then
     mark(ended, id, 0)
     count(ended, -1)
-    if ended ~= 'committed' then count('dropped', -1) end
+    if ended ~= 'committed' then
+      count('dropped', -1)
+      redis.call('HDEL', key('set_aside'), id)
+    end
   end
   if state or ended then
     limiter.restore(id)

@@ -1,0 +1,121 @@
+"""What the ledger keeps of one group, and which groups are over: for those who look at a run, not for its services."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tandem.protos.codec import decode_headers
+from tandem.protos.types import RowHeader
+from tandem.services.buffer.arguments import checked_ids, rows
+from tandem.services.buffer.connection import Connection
+from tandem.services.buffer.types import Stage
+
+_STAGES: tuple[Stage, ...] = ("prompts", "generated")
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """A lease that ended without a result, at `time` in seconds since 1970 by the clock of Redis' host."""
+
+    time: float
+    stage: str
+    worker: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The last lease of a group in a stage."""
+
+    worker: str
+    since: float
+    """Seconds since 1970."""
+    is_over: bool
+    """Whether its result was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHistory:
+    """What Redis knows of a group. One that is over keeps only how it ended."""
+
+    admitted: bool
+    state: str
+    """"" if the group is over, or was never admitted."""
+    ended: str
+    """`committed`, `dropped:<reason>`, or ""."""
+    version: int | None
+    """The version that trained it, once it is recorded and until it is committed."""
+    returns: tuple[Return, ...]
+    """The last ones, oldest first."""
+    num_returns: int
+    failures: Mapping[str, int]
+    """By kind."""
+    leases: Mapping[Stage, Lease]
+    headers: tuple[RowHeader, ...]
+    """Once it is scored, and until it is recorded."""
+
+
+def group_history(connection: Connection, group_id: str) -> GroupHistory:
+    """Reads what Redis knows of a group, in one instant. Raises DataError if the id is none."""
+    checked_ids([group_id])
+    state, score, ended, admitted, flat = connection.run("describe", group_id)
+    fields = {name.decode(): text.decode(errors="replace") for name, text in rows(flat, 2)}
+    trained = state == b"trained"
+    return GroupHistory(
+        admitted=admitted == 1,
+        state=state.decode(),
+        ended=ended.decode(),
+        version=int(score) if trained else None,
+        returns=_returns(fields),
+        num_returns=int(fields.get("returns", 0)),
+        failures={name.partition(":")[2]: int(n) for name, n in fields.items() if name.startswith("failures:")},
+        leases=dict(_leases(fields)),
+        headers=decode_headers(fields["headers"]) if "headers" in fields else (),
+    )
+
+
+def finished_groups(connection: Connection) -> dict[str, set[str]]:
+    """The ids of all groups that are over, by how they ended: `committed`, `dropped:<reason>`."""
+    found: dict[str, set[str]] = {}
+    for epoch in _names(connection, "epochs"):
+        for map_name in _names(connection, f"maps:{epoch}"):
+            if map_name != "admitted":
+                found.setdefault(map_name, set()).update(_marked(connection, epoch, map_name))
+    return found
+
+
+def trained_groups(connection: Connection) -> dict[str, int]:
+    """The version of every group that is trained and not committed."""
+    members = connection.retried(lambda: connection.redis.zrange(connection.key("trained"), 0, -1, withscores=True))
+    return {name.decode(): int(version) for name, version in members}
+
+
+def _returns(fields: Mapping[str, str]) -> tuple[Return, ...]:
+    notes = sorted(json.loads(text) for name, text in fields.items() if name.startswith("return:"))
+    return tuple(Return(milliseconds / 1000, *texts) for _number, milliseconds, *texts in notes)
+
+
+def _leases(fields: Mapping[str, str]) -> Iterator[tuple[Stage, Lease]]:
+    for stage in _STAGES:
+        # A token is at least the time of Redis' clock in microseconds when it was given out.
+        if f"completed:{stage}" in fields:
+            yield stage, Lease(fields[f"worker:{stage}"], int(fields[f"completed:{stage}"]) / 1e6, is_over=True)
+        elif "token" in fields:
+            yield stage, Lease(fields["worker"], int(fields["token"]) / 1e6, is_over=False)
+            return
+
+
+def _marked(connection: Connection, epoch: str, map_name: str) -> Iterator[str]:
+    """Redis counts the bits of a byte from its highest."""
+    key = connection.key(f"bits:{epoch}:{map_name}")
+    for place, byte in enumerate(connection.retried(lambda: connection.redis.get(key)) or b""):
+        for bit in range(8):
+            if byte & (0x80 >> bit):
+                yield f"{epoch}-{8 * place + bit}"
+
+
+def _names(connection: Connection, key: str) -> list[str]:
+    return sorted(name.decode() for name in connection.retried(lambda: connection.redis.smembers(connection.key(key))))
