@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.codec import encode_group
+from tandem.protos.errors import DataError, ModelError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Admission
@@ -56,6 +58,7 @@ class PromptStream:
 
     def __init__(self, recipe: Recipe, position: int) -> None:
         self.faults: dict[int, RowFault] = {}
+        self._set_aside: frozenset[int] = frozenset()
         self._dataset = Mixture(recipe.data.train_files)
         rollout = recipe.rollout
         self._builder = PromptBuilder(recipe, num_samples=rollout.samples_per_prompt, temperature=rollout.temperature)
@@ -84,8 +87,8 @@ class PromptStream:
             group = self._build(epoch, index)
             if group is not None:
                 self._ready.append(PreparedGroup(self._next, group.group_id, encode_group(group)))
-            elif len(self.faults) == self._dataset.num_rows:
-                raise self._builder.nothing_usable(self._dataset.name, self.faults)
+            elif len(self._set_aside.union(self.faults)) == self._dataset.num_rows:
+                raise self._nothing_left()
             self._next += 1
 
     def run(self, num_groups: int) -> list[PreparedGroup]:
@@ -106,9 +109,24 @@ class PromptStream:
         self._ready.clear()
         self.position = self._next = position
 
+    def set_aside(self, group_ids: Iterable[str]) -> None:
+        """Skips the rows of these groups, and only these, from the present position on."""
+        instances = [(int(epoch), int(index)) for epoch, _, index in (name.partition("-") for name in group_ids)]
+        self._set_aside = frozenset(self._dataset.locate(index, epoch) for epoch, index in instances)
+        self.move(self.position)  # groups of the next epoch may be ready
+
+    def _nothing_left(self) -> DataError | ModelError:
+        if not self._set_aside:
+            return self._builder.nothing_usable(self._dataset.name, self.faults)
+        fault = f"the prompts of {len(self._set_aside)} rows failed in every attempt"
+        return DataError(
+            f"dataset {self._dataset.name} has no usable row left: {fault}; see `tandem ledger RUN --dropped`, mend "
+            "the rows or the scorer, and start a new run"
+        )
+
     def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
         number = self._dataset.locate(index, epoch)
-        if number in self.faults:
+        if number in self.faults or number in self._set_aside:
             return None
         row = self._dataset.row(index, epoch)
         prompt = self._builder.build(row, epoch) if isinstance(row, Row) else row
@@ -128,6 +146,7 @@ class Feed:
         self._buffer = buffer
         self._stream = stream
         self._exhausted = ""
+        self._num_set_aside = 0
         self.admitted = 0
         self.waiting_seconds = 0.0
         self.activity = "starting"
@@ -152,6 +171,10 @@ class Feed:
             log.warning(words, admission.cursor, self._stream.position)
             self._stream.move(admission.cursor)
             self._exhausted = ""
+        if admission.num_set_aside != self._num_set_aside:
+            self._num_set_aside = admission.num_set_aside
+            self._stream.set_aside(self._buffer.set_aside())
+            log.warning("%d prompts failed in every attempt: no later epoch admits them", self._num_set_aside)
         if admission.wanted <= 0:
             self._mark_exhausted("target", "the run has all the groups it needs")
             return False

@@ -272,10 +272,19 @@ class Mixture:
 
     def row(self, index: int, epoch: int) -> Row | RowFault:
         """The row at an index of an epoch. A `Row` carries this index, a `RowFault` the row's index in its file."""
+        dataset, place = self._place(index, epoch)
+        row = dataset.row(place)
+        return replace(row, index=index) if isinstance(row, Row) else row
+
+    def row_name(self, index: int, epoch: int) -> str:
+        """`row 17 of data/train.jsonl`, counted from 0, for the row at an index of an epoch."""
+        dataset, place = self._place(index, epoch)
+        return f"row {place} of {dataset.file}"
+
+    def _place(self, index: int, epoch: int) -> tuple[Dataset, int]:
         number = self.locate(index, epoch)
         file = bisect_right(self._first_rows, number) - 1
-        row = self._datasets[file].row(number - self._first_rows[file])
-        return replace(row, index=index) if isinstance(row, Row) else row
+        return self._datasets[file], number - self._first_rows[file]
 
 
 class PromptBuilder:

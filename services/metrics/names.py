@@ -224,6 +224,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _gauge("ledger", "ledger_outstanding_groups", "outstanding", "Groups that hold a credit."),
     _gauge("ledger", "ledger_credits", "credits", "Credits of the run, (S + 1)·P."),
+    _gauge("ledger", "ledger_set_aside_prompts", "set_aside", "Prompts that failed in every attempt."),
     _gauge("ledger", "ledger_consecutive_drops", "consecutive_drops", "Groups dropped in a row."),
     _gauge("ledger", "ledger_published_version", "published_version", "Policy version that was published last."),
     _gauge("ledger", "ledger_incarnation", "incarnation", "Number of the trainer's start."),

@@ -225,10 +225,10 @@ def percentile_99(counts: Sequence[int] | NDArray[np.generic]) -> int:
     return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))
 
 
-def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> None:
-    """Writes the run folder's summary.json atomically."""
+def write_summary(recipe: Recipe, counts: Mapping[str, int], set_aside: Mapping[str, str], wall_seconds: float) -> None:
+    """Writes the run folder's summary.json atomically. `set_aside`: why prompts failed in every attempt, by group."""
     lines, evaluations = (JsonLines(recipe.folder / name).read() for name in (METRICS_FILE, EVALUATIONS_FILE))
-    summary = summarise(recipe, lines, evaluations, counts, wall_seconds)
+    summary = summarise(recipe, lines, evaluations, counts, wall_seconds) | {"set_aside": dict(set_aside)}
     write_text(recipe.folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 

@@ -30,6 +30,7 @@ WINDOW_LINES = 20
 """Number of last batches over which rates are computed."""
 IDLE_FRACTION = 0.2
 """A side that is idle for a larger fraction of the time counts as waiting."""
+_MOST_SET_ASIDE = 10  # prompts that a console lists
 _SURELY_NEW_SECONDS = 2.0  # a heartbeat comes every second
 HUNG_SECONDS = 30.0
 _BAR_COLUMNS = 30  # fewer on a narrow terminal
@@ -129,6 +130,7 @@ class RunWatch(Repeated):
         self._steps: list[Line] = []
         self._printed_until = time.time()
         self._drop_errors: dict[str, str] = {}
+        self._set_aside: dict[str, str] = {}
         self._reported: set[str] = set()
         self._lock = threading.Lock()
         self.snapshot = ProgressSnapshot(total=self._total)
@@ -158,11 +160,16 @@ class RunWatch(Repeated):
         return steps
 
     def take_warnings(self) -> list[str]:
-        """New warnings: the first error of each reason for dropped groups, and a batch without a gradient."""
+        """New warnings: the first error of each reason for dropped groups, the first prompts that are set aside, and a
+        batch without a gradient.
+        """
         found = {
             f"drop:{reason}": f"warning: a group was dropped ({reason}): {detail}"
             for reason, detail in list(self._drop_errors.items())
         }
+        for group_id, why in list(self._set_aside.items())[:_MOST_SET_ASIDE]:
+            words = f"warning: the prompt of group {group_id} failed in every attempt ({why})"
+            found[f"set aside:{group_id}"] = f"{words}; no later epoch admits it, see `tandem ledger RUN --dropped`"
         reward = self.snapshot.equal_rewards
         if reward is not None:
             found["equal rewards"] = (
@@ -201,6 +208,8 @@ class RunWatch(Repeated):
             self._counts, silences, figures = self._buffer.counts(), self._buffer.silences(), self._buffer.figures()
             if self._counts.get("dropped"):
                 self._drop_errors = self._buffer.drop_errors()
+            if self._counts.get("set_aside", 0) > len(self._set_aside) < _MOST_SET_ASIDE:
+                self._set_aside |= self._buffer.set_aside()
         except TandemError:  # Redis is restarting; keep the previous figures
             return
         self._answered_at = now = time.monotonic()

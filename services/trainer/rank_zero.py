@@ -248,7 +248,7 @@ class RankZero:
         check_complete(self._buffer.counts(), self._recipe.folder, self._version, run.groups_per_batch)
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
         wall_seconds = time.time() - self._started_at + self._earlier_seconds
-        write_summary(self._recipe, self._buffer.counts(), wall_seconds)
+        write_summary(self._recipe, self._buffer.counts(), self._buffer.set_aside(), wall_seconds)
 
     def close(self) -> None:
         """May be called twice."""

@@ -109,6 +109,58 @@ def test_a_dataset_without_a_usable_row_is_an_error_not_a_hang(recipe: Callable[
             PromptStream(recipe([verl_row("a", None)] * 3), position).run(1)
 
 
+def test_rows_that_are_set_aside_are_skipped_in_later_epochs_of_any_mixture(
+    tmp_path: Path, recipe: Callable[..., Recipe]
+) -> None:
+    stream = PromptStream(recipe(questions(4), shuffle=False), 0)
+    assert positions(stream, 6) == ["0-0", "0-1", "0-2", "0-3", "1-0", "1-1"]
+    stream.set_aside(["0-1", "0-2"])
+    assert positions(stream, 4) == ["1-3", "2-0", "2-3", "3-0"]
+    halves = [{"path": str(tmp_path / "train.jsonl"), "weight": 0.5}]
+    stream = PromptStream(recipe(questions(4), shuffle=False, train_file="", train=halves), 0)
+    assert positions(stream, 4) == ["0-0", "0-1", "1-0", "1-1"]
+    stream.set_aside(["1-0"])
+    assert positions(stream, 5) == ["2-0", "2-1", "3-1", "4-0", "4-1"], "row 2 is read in every second epoch"
+
+
+def test_a_dataset_whose_rows_are_all_set_aside_is_an_error_not_a_hang(recipe: Callable[..., Recipe]) -> None:
+    stream = PromptStream(recipe([*questions(2), verl_row("a", None)]), 3)
+    stream.set_aside(["0-0", "0-1"])
+    with pytest.raises(DataError, match=r"no usable row left: the prompts of 2 rows .*; see `tandem ledger RUN --dro"):
+        stream.run(1)
+
+
+def test_a_prompt_that_always_fails_costs_one_epoch_its_attempts_also_after_a_restart(
+    redis_url: str, recipe: Callable[..., Recipe]
+) -> None:
+    buffer = new_run(redis_url, groups_per_batch=3, staleness_budget=0, target_groups=12)
+    settings = recipe(questions(3), shuffle=False)
+
+    def next_three(fails: str) -> list[str]:
+        eventually(lambda: buffer.counts()["prompts_waiting"] == 3)
+        claims = claim(buffer, "prompts", 3)
+        for one in claims:
+            if one.group_id == fails:
+                assert buffer.release(one, "crashed", "data", "ValueError") == "dropped"
+            else:
+                buffer.complete(one, one.payload)
+        move(buffer, "generated", 3)
+        incarnation = buffer.begin_incarnation()
+        scored = buffer.claim_scored(incarnation, 3, 0)
+        buffer.drop_claimed(incarnation, [one.group_id for one in scored], "rejected")
+        buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)
+        buffer.publish(incarnation, 0, [SAMPLER])
+        return [one.group_id for one in claims]
+
+    with feeding(buffer, PromptStream(settings, 0)):
+        assert next_three("0-1") == ["0-0", "0-1", "0-2"]
+        assert next_three("") == ["1-0", "1-2", "2-0"]
+    with feeding(buffer, PromptStream(settings, buffer.admission().cursor)):
+        assert next_three("") == ["2-2", "3-0", "3-2"]
+    assert buffer.counts()["dropped:crashed"] == 1 and buffer.verify() == []
+    buffer.close()
+
+
 def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=4, staleness_budget=1, target_groups=10)
     with feeding(buffer, PromptStream(recipe(questions(6)), 0)) as feed:

@@ -15,6 +15,7 @@ for _, state in ipairs({ 'scored_waiting', 'scored_claimed', 'trained' }) do
 end
 add('outstanding', redis.call('SCARD', OUTSTANDING))
 add('published_version', number_of(META, 'published_version', -1))
+add('set_aside', redis.call('HLEN', key('set_aside')))
 add('consecutive_drops', number_of(META, 'consecutive_drops', 0))
 add('incarnation', number_of(META, 'incarnation', 0))
 return reply

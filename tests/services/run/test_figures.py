@@ -65,15 +65,20 @@ class StandIn:
         self.reachable = True
         self.dropped: dict[str, int] = {}
         self.errors: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
 
     def counts(self) -> dict[str, int]:
         if not self.reachable:
             raise UnavailableError("Redis is away")
-        counts = {"prompts_waiting": 3, "prompts_leased": 1, "scored_claimed": 2, "dropped": sum(self.dropped.values())}
-        return counts | {f"dropped:{reason}": number for reason, number in self.dropped.items()}
+        counts = {"prompts_waiting": 3, "prompts_leased": 1, "scored_claimed": 2, "set_aside": len(self.failed)}
+        by_reason = {f"dropped:{reason}": number for reason, number in self.dropped.items()}
+        return counts | by_reason | {"dropped": sum(by_reason.values())}
 
     def drop_errors(self) -> dict[str, str]:
         return self.errors
+
+    def set_aside(self) -> dict[str, str]:
+        return self.failed
 
     def figures(self) -> dict[str, dict[str, float]]:
         return {"feed": {"groups_admitted": 9.0}, "rollout-0": {"groups_completed": float(self.completed)}}
@@ -216,14 +221,18 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path, monkeypatch: 
 def test_drops_are_counted_by_reason_and_their_first_errors_shown_once(tmp_path: Path) -> None:
     buffer = StandIn()
     watch = watch_of(tmp_path, buffer)
-    watch.ask_redis()
-    assert watch.take_warnings() == []
     buffer.dropped = {"zero_variance": 1, "crashed": 3}
     buffer.errors = {"crashed": "ValueError: my bug"}
+    buffer.failed = {"0-7": "crashed: 3"}
     watch.ask_redis()
     assert "dropped crashed 3, zero_variance 1" in plain_line(watch.sample(), STATES, 1.0)
-    assert watch.take_warnings() == ["warning: a group was dropped (crashed): ValueError: my bug"]
+    dropped, set_aside = watch.take_warnings()
+    assert dropped == "warning: a group was dropped (crashed): ValueError: my bug"
+    assert set_aside.startswith("warning: the prompt of group 0-7 failed in every attempt (crashed: 3); no later epoch")
     assert watch.take_warnings() == []
+    buffer.failed = {f"0-{index}": "" for index in range(30)}
+    watch.ask_redis()
+    assert len(watch.take_warnings()) == 9, "ten prompts are listed in all"
 
 
 def test_a_batch_whose_rewards_are_all_equal_gives_one_warning(tmp_path: Path) -> None:
