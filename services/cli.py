@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tandem.services.command_line import argument, command, console, option, read_secret_files, run_service_command
+from tandem.services.commands.ledger import ledger_app
 from tandem.services.commands.operate import operate_app
 from tandem.services.commands.reward import reward_app
 from tandem.services.commands.serve import LauncherName, Service
@@ -31,6 +32,7 @@ certs_app = typer.Typer(no_args_is_help=True, help="Makes TLS certificates.\n\nE
 app.add_typer(certs_app, name="certs")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
+app.add_typer(ledger_app)
 app.add_typer(operate_app)
 
 
@@ -199,21 +201,6 @@ def token(
     with ledger_of(find_run(run_folder)) as buffer:
         print(run_token(buffer.secret(), role))
     return 0
-
-
-@app.command(short_help="Check that no group of a run was lost.")
-@command
-def ledger(
-    run_folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> int:
-    """Counts a run's groups in every state and checks that none was lost or counted twice. Exits 1 if one was.
-
-    Works while the run goes on, and afterwards. Example: tandem ledger runs/demo
-    """
-    from tandem.services.commands.status import show_ledger
-    from tandem.services.run.folder import find_run
-
-    return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
 
 @app.command(short_help="Write a run's charts and samples into one HTML file.")

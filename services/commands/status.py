@@ -1,14 +1,14 @@
-"""`tandem status` and `tandem ledger`: what a run does or did, and whether its counts add up."""
+"""`tandem status`: what a run does or did. And what its ledger is opened with."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -56,22 +56,32 @@ def watch_running(place: ControllerPlace, console: Console) -> None:
     """Shows what the controller knows, anew with each change, until the run or the controller ends: on a terminal in
     place, elsewhere one after the other. Raises UnavailableError if the controller does not answer at all.
     """
-    last: control_pb2.StatusReply | None = None
+    show_each(_views(place), console)
+
+
+def show_each(views: Iterable[RenderableType], console: Console) -> None:
+    """Shows each view as it comes: on a terminal in place of the one before, elsewhere below it."""
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        while last is None or not last.ended:
-            try:
-                with suppress(DeadlineError), place.stub() as stub:
-                    for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
-                        if live is None:
-                            console.print(_status_view(last), crop=False)
-                        else:
-                            live.update(_status_view(last), refresh=True)
-                        if last.ended:
-                            break
-            except UnavailableError:
-                if last is None:
-                    raise
-                return
+        for view in views:
+            if live is None:
+                console.print(view, crop=False)
+            else:
+                live.update(view, refresh=True)
+
+
+def _views(place: ControllerPlace) -> Iterator[Group]:
+    last: control_pb2.StatusReply | None = None
+    while last is None or not last.ended:
+        try:
+            with suppress(DeadlineError), place.stub() as stub:
+                for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
+                    yield _status_view(last)
+                    if last.ended:
+                        break
+        except UnavailableError:
+            if last is None:
+                raise
+            return
 
 
 def _status_view(status: control_pb2.StatusReply) -> Group:
@@ -92,7 +102,7 @@ def _status_view(status: control_pb2.StatusReply) -> Group:
         plain(f"\nordered: {wanted}\n"),
         *(plain(f"warning: {warning}\n") for warning in status.warnings),
         *(plain(decision_line(decision)) for decision in status.decisions[-3:]),
-        _counts_table(status.counts),
+        counts_table(status.counts),
     )
 
 
@@ -108,19 +118,6 @@ def ask_controller(place: ControllerPlace) -> control_pb2.StatusReply:
     with place.stub() as stub:
         reply: control_pb2.StatusReply = stub.Status(control_pb2.StatusRequest(), timeout=RPC_SECONDS)
         return reply
-
-
-def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
-    """Prints the count of each state and whether the counts add up. Returns 1 if they do not."""
-    with ledger_of(folder) as buffer:
-        counts, violations = buffer.counts(), buffer.verify()
-    if as_json:
-        console.print_json(json.dumps({"counts": counts, "violations": violations}))
-    else:
-        _show_counts(counts, console)
-        told = [f"VIOLATION: {one}" for one in violations] or ["sound: admitted = the sum over all states"]
-        print_line(console, "\n".join(told))
-    return 1 if violations else 0
 
 
 @contextmanager
@@ -165,14 +162,12 @@ def _show_stopped(folder: Path, console: Console) -> None:
             table.add_row(cell(name), f"{value:,.4g}" if isinstance(value, float) else cell(str(value)))
     console.print(table)
     console.print()
-    _show_counts(summary.get("groups", {}), console)
+    console.print(counts_table(summary.get("groups", {})))
+    for group_id, why in summary.get("set_aside", {}).items():
+        print_line(console, f"set aside: group {group_id}: {why}")
 
 
-def _show_counts(counts: Mapping[str, int], console: Console) -> None:
-    console.print(_counts_table(counts))
-
-
-def _counts_table(counts: Mapping[str, int]) -> Table:
+def counts_table(counts: Mapping[str, int]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")

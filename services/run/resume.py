@@ -93,7 +93,7 @@ def check_resumable(recipe: Recipe) -> None:
     raise ConfigError(
         f"{key} was {_text(was)} in the run of {folder} and is {_text(given)} now: a resumed run cannot change it"
         f"{beside}; set it back (`{resume_command(folder)}` has it as it was), or start a new run"
-        f"{_from_its_weights(folder)}"
+        f"{from_its_weights(folder)}"
     )
 
 
@@ -126,7 +126,7 @@ def _text(value: object) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _from_its_weights(folder: Path) -> str:
+def from_its_weights(folder: Path) -> str:
     """How to start a new run from this run's weights; the text follows "a new run"."""
     exports = folder / EXPORTS_FOLDER
     by_version = sorted((export for export in exports.glob("[0-9]*") if export.name.isdigit()), reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +17,11 @@ from tandem.services.config import Recipe, dump_recipe
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.trainer.service import run_rank
+from tandem.trainer.batch.record import write_record
 from tests.support.redis_ring import LEASE_SECONDS, SAMPLER, claim
+from tests.support.redis_ring import train as record_next
 from tests.support.run_inputs import recipe_of
-from tests.support.training_groups import make_group
+from tests.support.training_groups import make_batch, make_group, make_payloads
 
 P = 2
 
@@ -79,6 +81,31 @@ def put_scored(buffer: Buffer, groups: Iterable[TrajectoryGroup]) -> None:
 def different_rewards(count: int, *, start: int = 0, **more: Any) -> list[TrajectoryGroup]:
     """Groups whose rewards differ, so that every batch changes the weights."""
     return [make_group(index, rewards=(0.0, 1.0, 1.0, 0.0), **more) for index in range(start, start + count)]
+
+
+class Predecessor:
+    """A trainer that has trained version 1, of a run with groups for two more."""
+
+    def __init__(self, recipe: Recipe, url: str) -> None:
+        self.recipe, self.groups = recipe, different_rewards(3 * P)
+        self.buffer = make_run(url, recipe)
+        put_scored(self.buffer, self.groups)
+        self.incarnation = self.buffer.begin_incarnation()
+        self.train(1)
+
+    def train(self, version: int, world_size: int = 1) -> None:
+        groups = self.groups[(version - 1) * P : version * P]
+        self.write_record(version, groups, world_size)
+        group_ids = record_next(self.buffer, self.incarnation, version, P)
+        self.buffer.publish(self.incarnation, version, [SAMPLER], group_ids)
+
+    def write_record(self, version: int, groups: Sequence[TrajectoryGroup], world_size: int = 1) -> None:
+        batch, _ = make_batch(groups, policy_version=version, world_size=world_size)
+        write_record(self.recipe.folder, batch, make_payloads(groups))
+
+    def is_current(self) -> bool:
+        self.buffer.check_incarnation(self.incarnation)
+        return True
 
 
 def train(recipe: Recipe, url: str, stop: threading.Event | None = None) -> bool:

@@ -30,13 +30,12 @@ from tandem.protos.codec import (
 )
 from tandem.protos.errors import DataError, LedgerError
 from tandem.protos.types import PlannedRow, TrainBatch
-from tandem.trainer.checkpoints.durable import atomic_folder, write_file
+from tandem.trainer.checkpoints.durable import REMOVED, atomic_folder, write_file
 
 BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"
 GROUPS_FILE = "groups.arrow"
 ADVANTAGES_FILE = "advantages.json"
-_REMOVED = ".removed"
 
 _GROUP_FIELDS = [
     pa.field("group_id", pa.string(), nullable=False),
@@ -109,12 +108,17 @@ def read_record(run_folder: Path, version: int) -> tuple[TrainBatch, dict[str, b
 
 
 def read_plan(run_folder: Path, version: int) -> TrainBatch:
-    """The batch of a record, without its payloads. Raises DataError if there is none."""
+    """The batch of a record, without its payloads. Raises DataError if there is none, or that of another version."""
     path = record_folder(run_folder, version) / PLAN_FILE
     try:
-        return batch_from_json(json.loads(path.read_text(encoding="utf-8")))
+        batch = batch_from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    if batch.policy_version != version:
+        raise DataError(
+            f"{path} is the plan of version {batch.policy_version}; restore the folder of version {version}"
+        )
+    return batch
 
 
 def recorded_versions(run_folder: Path) -> list[int]:
@@ -129,8 +133,8 @@ def prune_records(run_folder: Path, last: int) -> None:
     for version in recorded_versions(run_folder):
         if version <= last:
             record = record_folder(run_folder, version)
-            record.rename(record.with_name(record.name + _REMOVED))
-    for removed in folder.glob(f"*{_REMOVED}"):  # also those of a process that was killed here
+            record.rename(record.with_name(record.name + REMOVED))
+    for removed in folder.glob(f"*{REMOVED}"):  # also those of a process that was killed here
         shutil.rmtree(removed)
 
 

@@ -17,7 +17,9 @@ from tandem.protos.errors import EnvironmentLackError
 
 PARTIAL = ".partial"
 """Ending of the name of a folder that is not complete."""
-_REMOVED = ".removed"
+REMOVED = ".removed"
+"""Ending of the name of a folder that is being deleted."""
+_RETIRED = ".retired"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux: fcntl.h, fs.h
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot exchange, such as NFS
 
@@ -100,10 +102,19 @@ def move_file(temporary: Path, file: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Deletes a folder that must not be read half deleted: it loses its name first. Raises OSError."""
-    folder.rename(folder.with_name(f"{folder.name}.{uuid4().hex}{_REMOVED}"))
+    folder.rename(folder.with_name(f"{folder.name}.{uuid4().hex}{REMOVED}"))
     sync(folder.parent)
-    for left in folder.parent.glob(f"*{_REMOVED}"):  # and what a crash left
+    for left in folder.parent.glob(f"*{REMOVED}"):  # and what a crash left
         shutil.rmtree(left)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What writers that were killed have left in a folder: begun files and folders, and those that were being deleted.
+    One whose only complete copy has a temporary name is not among them.
+    """
+    begun = [*folder.glob(f"*{PARTIAL}"), *folder.glob(f"*{REMOVED}"), *folder.glob(".*.tmp")]
+    replaced = [one for one in folder.glob(f"*{_RETIRED}") if one.with_name(one.name.removesuffix(_RETIRED)).exists()]
+    return sorted(begun + replaced)
 
 
 def sync(path: Path) -> None:
@@ -128,7 +139,7 @@ def _rename(begun: Path, folder: Path, *, replaces: bool) -> None:
         if not replaces or not folder.exists():
             begun.rename(folder)
         elif not _exchange(begun, folder):
-            retired = folder.with_name(folder.name + ".retired")
+            retired = folder.with_name(folder.name + _RETIRED)
             shutil.rmtree(retired, ignore_errors=True)
             folder.rename(retired)  # for a moment there is none
             begun.rename(folder)

@@ -52,9 +52,17 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, int, Path]]:
     Every batch is recorded once, so two checkpoints of one version hold the same batches. The one of the later
     incarnation comes last.
     """
+    return [one for one in _named(checkpoints) if (one[2] / STATE_FILE).exists()]
+
+
+def incomplete_checkpoints(checkpoints: Path) -> list[Path]:
+    """The folders that have the name of a checkpoint and no `state.json`. A trainer leaves none; a broken copy may."""
+    return [folder for _, _, folder in _named(checkpoints) if not (folder / STATE_FILE).exists()]
+
+
+def _named(checkpoints: Path) -> list[tuple[int, int, Path]]:
     names = ((_NAME.fullmatch(entry.name), entry) for entry in checkpoints.glob("[0-9]*"))
-    found = [(int(name[1]), int(name[2] or 0), entry) for name, entry in names if name]
-    return sorted(one for one in found if (one[2] / STATE_FILE).exists())
+    return sorted((int(name[1]), int(name[2] or 0), entry) for name, entry in names if name)
 
 
 def latest_checkpoint(checkpoints: Path) -> tuple[int, int, Path] | None:
@@ -74,8 +82,11 @@ def read_state(folder: Path) -> CheckpointState:
     """Reads `state.json`. Raises DataError if this is not a complete checkpoint of a known format."""
     try:
         values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"checkpoint {folder} cannot be read: {error}") from error
-    if values.pop("format") > FORMAT:
+        is_newer = values.pop("format") > FORMAT
+        state = None if is_newer else CheckpointState(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "copy it again, or remove it to go on from an earlier one"
+        raise DataError(f"checkpoint {folder} cannot be read ({error!r}); {remedy}") from error
+    if state is None:
         raise DataError(f"checkpoint {folder} was written by a newer Tandem: update this one")
-    return CheckpointState(**values)
+    return state

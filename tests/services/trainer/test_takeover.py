@@ -19,33 +19,7 @@ from tandem.services.service_info import ServiceInfo
 from tandem.services.trainer.recovery import trainer_lock
 from tandem.services.trainer.service import run_rank
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
-from tandem.trainer.batch.record import write_record
-from tests.support.redis_ring import SAMPLER
-from tests.support.redis_ring import train as record_next
-from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
-from tests.support.training_groups import make_batch, make_payloads
-
-
-class Predecessor:
-    """A trainer that has trained version 1, of a run with groups for two more."""
-
-    def __init__(self, recipe: Recipe, url: str) -> None:
-        self.recipe, self.groups = recipe, different_rewards(3 * P)
-        self.buffer = make_run(url, recipe)
-        put_scored(self.buffer, self.groups)
-        self.incarnation = self.buffer.begin_incarnation()
-        self.train(1)
-
-    def train(self, version: int, world_size: int = 1) -> None:
-        groups = self.groups[(version - 1) * P : version * P]
-        batch, _ = make_batch(groups, policy_version=version, world_size=world_size)
-        write_record(self.recipe.folder, batch, make_payloads(groups))
-        group_ids = record_next(self.buffer, self.incarnation, version, P)
-        self.buffer.publish(self.incarnation, version, [SAMPLER], group_ids)
-
-    def is_current(self) -> bool:
-        self.buffer.check_incarnation(self.incarnation)
-        return True
+from tests.support.trainer_ring import P, Predecessor, lines_of, make_recipe, train
 
 
 @pytest.fixture
