@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from tandem.protos.codec import decode_headers
 from tandem.protos.types import RowHeader
@@ -89,8 +90,9 @@ def finished_groups(connection: Connection) -> dict[str, set[str]]:
 
 def trained_groups(connection: Connection) -> dict[str, int]:
     """The version of every group that is trained and not committed."""
-    members = connection.retried(lambda: connection.redis.zrange(connection.key("trained"), 0, -1, withscores=True))
-    return {name.decode(): int(version) for name, version in members}
+    redis, key = connection.redis, connection.key("trained")
+    members = connection.retried(lambda: redis.zrange(key, 0, -1, withscores=True))
+    return {name.decode(): int(version) for name, version in cast("list[tuple[bytes, float]]", members)}
 
 
 def _returns(fields: Mapping[str, str]) -> tuple[Return, ...]:
@@ -110,12 +112,14 @@ def _leases(fields: Mapping[str, str]) -> Iterator[tuple[Stage, Lease]]:
 
 def _marked(connection: Connection, epoch: str, map_name: str) -> Iterator[str]:
     """Redis counts the bits of a byte from its highest."""
-    key = connection.key(f"bits:{epoch}:{map_name}")
-    for place, byte in enumerate(connection.retried(lambda: connection.redis.get(key)) or b""):
+    redis, key = connection.redis, connection.key(f"bits:{epoch}:{map_name}")
+    bits = cast("bytes | None", connection.retried(lambda: redis.get(key)))
+    for place, byte in enumerate(bits or b""):
         for bit in range(8):
             if byte & (0x80 >> bit):
                 yield f"{epoch}-{8 * place + bit}"
 
 
 def _names(connection: Connection, key: str) -> list[str]:
-    return sorted(name.decode() for name in connection.retried(lambda: connection.redis.smembers(connection.key(key))))
+    members = cast("set[bytes]", connection.retried(lambda: connection.redis.smembers(connection.key(key))))
+    return sorted(name.decode() for name in members)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -23,11 +24,15 @@ from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer.connection import OLDEST_REDIS, redis_version
 from tandem.services.process import dying_with_parent, lock_file
 
+log = logging.getLogger(__name__)
+
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting down
 _ANSWER_SECONDS = 10.0
 _LOAD_SECONDS = 300.0
 _STOP_SECONDS = 5.0
+_TORN = "aof-load-truncated is enabled"
+_DAMAGED = "Bad file format"
 
 
 class EmbeddedRedis:
@@ -83,17 +88,19 @@ def start_redis(folder: Path) -> EmbeddedRedis:
     """Starts a server with its data in `folder`/redis, which are loaded, and its log in `folder`/logs/redis.log.
 
     The server dies with the calling thread, so call this from the main thread. Raises EnvironmentLackError if there is
-    no redis-server, another one serves this folder, or it does not start.
+    no redis-server, another one serves this folder, its data are damaged, or it does not start. If its append-only file
+    ends within a write, that write is left out, and the log says so.
     """
     binary, _ = find_redis_server()
-    data, log = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()
-    for path in (data, log.parent):
+    data, log_file = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()
+    for path in (data, log_file.parent):
         path.mkdir(parents=True, exist_ok=True)
     data.chmod(0o700)  # Redis' files, which any user may read, hold the secret of the run's tokens
     socket = _socket_path(data)
     with _locked(data) as lock:
+        told_before = len(_text(log_file))
         process = subprocess.Popen(
-            dying_with_parent([str(binary), *_options(data, log, socket)]),
+            dying_with_parent([str(binary), *_options(data, log_file, socket)]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -102,20 +109,22 @@ def start_redis(folder: Path) -> EmbeddedRedis:
         )
     server = EmbeddedRedis(process, socket, data)
     try:
-        _wait_until_it_answers(server, log)
+        _wait_until_it_answers(server, log_file)
+        if _TORN in _text(log_file)[told_before:]:
+            _replace_torn_file(server, data)
     except BaseException:
         server.stop()
         raise
     return server
 
 
-def _options(data: Path, log: Path, socket: Path) -> list[str]:
+def _options(data: Path, log_file: Path, socket: Path) -> list[str]:
     options = {
         "port": "0",
         "unixsocket": str(socket),
         "unixsocketperm": "700",
         "dir": str(data),
-        "logfile": str(log),
+        "logfile": str(log_file),
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",  # `everysec` loses acknowledged writes if the server is killed
@@ -151,13 +160,13 @@ def _locked(data: Path) -> IO[str]:
     )
 
 
-def _wait_until_it_answers(server: EmbeddedRedis, log: Path) -> None:
+def _wait_until_it_answers(server: EmbeddedRedis, log_file: Path) -> None:
     deadline = time.monotonic() + _ANSWER_SECONDS
     failure: Exception = TimeoutError("it does not answer")
     with contextlib.closing(redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)) as client:
         while time.monotonic() < deadline:
             if not server.alive:
-                raise EnvironmentLackError(f"redis-server ended as it started: {_last_line(log)} (see {log})")
+                raise _died_at_start(log_file)
             try:
                 client.ping()
                 return
@@ -166,12 +175,41 @@ def _wait_until_it_answers(server: EmbeddedRedis, log: Path) -> None:
                     deadline = time.monotonic() + _LOAD_SECONDS
                 failure = error
             time.sleep(0.002)
-    raise EnvironmentLackError(f"redis-server did not come up in time: {failure} (see {log})")
+    raise EnvironmentLackError(f"redis-server did not come up in time: {failure} (see {log_file})")
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it left no log")
+def _replace_torn_file(server: EmbeddedRedis, data: Path) -> None:
+    """Has the append-only file written anew. Redis has cut off the torn write, but not the begin of a transaction that
+    held it: the next start would add half of that one to what is written from now on.
+    """
+    words = "%s ended within a write, as after a power failure: that write is left out. If the file is a copy that was "
+    remedy = "cut, more is missing: `tandem ledger RUN --verify` tells, and a trainer that starts sets it right"
+    log.warning(words + remedy, data)
+    deadline = time.monotonic() + _LOAD_SECONDS
+    with contextlib.closing(redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)) as client:
+        client.bgrewriteaof()
+        while (state := client.info("persistence"))["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
+            if time.monotonic() > deadline:
+                raise EnvironmentLackError(f"{data} was not written anew within {_LOAD_SECONDS:.0f} s; start again")
+            time.sleep(0.01)
+    if state["aof_last_bgrewrite_status"] != "ok":
+        raise EnvironmentLackError(f"{data} could not be written anew; is its disk full? free space there")
+
+
+def _died_at_start(log_file: Path) -> EnvironmentLackError:
+    lines = [line.strip() for line in _text(log_file).split("\n") if line.strip()]
+    last = lines[-1] if lines else "it left no log"
+    remedy = ""
+    if _DAMAGED in last:
+        remedy = (
+            f"; restore {log_file.parent.parent / 'redis'} from a copy, or move it away: a run with the records of all "
+            "batches then goes on by --resume, and other data in it are lost"
+        )
+    return EnvironmentLackError(f"redis-server ended as it started: {last} (see {log_file}){remedy}")
+
+
+def _text(log_file: Path) -> str:
+    return log_file.read_text(encoding="utf-8", errors="replace") if log_file.exists() else ""
 
 
 @functools.cache

@@ -119,10 +119,11 @@ def _heartbeats(buffer: Buffer) -> Iterator[str]:
 
 def _holders(buffer: Buffer) -> dict[str, int]:
     """The number of leases of every worker that holds some."""
-    redis, key = buffer.connection.redis, buffer.connection.key
-    names = sorted(name.decode() for name in buffer.connection.hash("generations"))
-    numbers = {name: buffer.connection.retried(lambda name=name: redis.zcard(key(f"leases:{name}"))) for name in names}
-    return {name: number for name, number in numbers.items() if number}
+    connection = buffer.connection
+    names = sorted(name.decode() for name in connection.hash("generations"))
+    keys = [connection.key(f"leases:{name}") for name in names]
+    numbers = connection.retried(lambda: [connection.redis.zcard(key) for key in keys])
+    return {name: number for name, number in zip(names, numbers, strict=True) if number}
 
 
 def _places(folder: Path) -> Iterator[Path]:

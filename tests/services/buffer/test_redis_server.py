@@ -143,6 +143,28 @@ def test_a_damaged_log_is_a_one_line_error_naming_the_place(start: Start, tmp_pa
     with pytest.raises(EnvironmentLackError, match=r"redis-server ended as it started: .*[Bb]ad file format") as caught:
         start()
     assert "\n" not in str(caught.value) and "redis.log" in str(caught.value)
+    assert f"restore {tmp_path / 'redis'} from a copy, or move it away: a run " in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [3, 20])
+def test_a_torn_log_loses_its_last_write_whole_and_says_so(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    """Redis itself cuts off the torn command only, and adds the rest of its transaction to the next one."""
+    both = "redis.call('SET', KEYS[1], '1') redis.call('SET', KEYS[2], '2')"
+    server = start()
+    _client(server).eval(both, 2, "a", "b")
+    _client(server).eval(both, 2, "c", "d")
+    server.stop()
+    (file,) = [file for file in (tmp_path / "redis").rglob("*.aof") if b"EXEC" in file.read_bytes()]
+    file.write_bytes(file.read_bytes()[:-cut])
+    server = start()
+    assert f"{tmp_path / 'redis'} ended within a write, as after a power failure" in caplog.text
+    assert sorted(_client(server).keys()) == [b"a", b"b"]
+    _client(server).eval(both, 2, "e", "f")
+    server.stop()
+    caplog.clear()
+    assert sorted(_client(start()).keys()) == [b"a", b"b", b"e", b"f"] and not caplog.text
 
 
 def test_a_missing_redis_server_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
