@@ -103,7 +103,8 @@ class Buffer:
             self.connection.retried(lambda: redis.unlink(*keys))
 
     def exists(self) -> bool:
-        return bool(self.connection.retried(lambda: self.connection.redis.exists(self.connection.key("meta"))))
+        """Whether the run was created. Raises ConfigError if another version of Tandem did it with another schema."""
+        return bool(self.connection.run("exists"))
 
     # ---- the feed ----
 

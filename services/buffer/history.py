@@ -55,6 +55,7 @@ class GroupHistory:
     failures: Mapping[str, int]
     """By kind."""
     leases: Mapping[Stage, Lease]
+    """None of those that earlier versions of Tandem gave out."""
     headers: tuple[RowHeader, ...]
     """Once it is scored, and until it is recorded."""
 
@@ -103,9 +104,9 @@ def _returns(fields: Mapping[str, str]) -> tuple[Return, ...]:
 def _leases(fields: Mapping[str, str]) -> Iterator[tuple[Stage, Lease]]:
     for stage in _STAGES:
         # A token is at least the time of Redis' clock in microseconds when it was given out.
-        if f"completed:{stage}" in fields:
+        if {f"completed:{stage}", f"worker:{stage}"} <= fields.keys():
             yield stage, Lease(fields[f"worker:{stage}"], int(fields[f"completed:{stage}"]) / 1e6, is_over=True)
-        elif "token" in fields:
+        elif "token" in fields and f"completed:{stage}" not in fields:
             yield stage, Lease(fields["worker"], int(fields["token"]) / 1e6, is_over=False)
             return
 

@@ -3,6 +3,7 @@
 local COUNTERS = PREFIX .. 'counters'
 local STATES = PREFIX .. 'states' -- group id -> the name of its state, which is also the name of the queue it stands in
 local MAX_SIGNALS = 64
+local SCHEMA = '2' -- of the keys; another one means other types under the same names
 
 local function count(name, by)
   return redis.call('HINCRBY', COUNTERS, name, by or 1)
@@ -10,6 +11,14 @@ end
 
 local function no_run()
   if redis.call('EXISTS', META) == 0 then return refuse('UnavailableError', 'was never created here') end
+end
+
+local function other_schema()
+  local schema = redis.call('HGET', META, 'schema') or '1'
+  if schema ~= SCHEMA then
+    local text = 'has a ledger of schema ' .. schema .. ', and this version of Tandem reads schema ' .. SCHEMA
+    return refuse('ConfigError', text .. '; finish the run with the version that began it, or start a new run')
+  end
 end
 
 -- A call of the trainer ends with the number of the last change that was acknowledged to it, and the number of this

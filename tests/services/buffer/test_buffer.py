@@ -46,6 +46,8 @@ def test_a_ledger_of_another_schema_is_refused(buffer: Buffer, redis_url: str) -
             failure_budget={"infrastructure": 1, "data": 0},
             resume=True,
         )
+    with pytest.raises(ConfigError, match="has a ledger of schema 1"):
+        buffer.exists()
     assert buffer.counts() == before
 
 

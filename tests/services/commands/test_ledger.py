@@ -166,6 +166,18 @@ def test_records_that_were_removed_are_not_compared(run: Killed) -> None:
     assert run.verify() == ([], ["the records before version 2 were removed: their groups are not compared"])
 
 
+@pytest.mark.parametrize("command", ["ledger", "repair"])
+def test_a_ledger_of_another_run_or_schema_is_one_line(run: Killed, command: str) -> None:
+    redis, key = run.buffer.connection.redis, run.buffer.connection.key("meta")
+    redis.hset(key, "schema", 1)
+    code, said = run.tandem(command)
+    assert code == 2 and "has a ledger of schema 1" in said and "or start a new run" in said
+    redis.rename(key, key + "-of-another")
+    code, said = run.tandem(command)
+    assert code == 2 and f"knows no run {run.buffer.run_id}; set TANDEM_REDIS_URL to the one it used" in said
+    assert len(said.splitlines()) == 1
+
+
 # ---- repair ----
 
 

@@ -135,18 +135,32 @@ def test_a_run_that_took_no_step_does_not_occupy_its_folder(run: Run) -> None:
 
 
 def test_dropped_groups_and_missing_batches_are_reported(run: Run) -> None:
-    """The first error of each reason for a drop is shown once, and the end says what was not trained."""
+    """The first error of each reason for a drop is shown once, prompts that failed in every attempt are named, and the
+    end says what was not trained.
+    """
     process, address = run.start_run("data.max_epochs=0")
     buffer = Buffer(address.redis_url, "small")
     buffer.register_sampler("rollout-0", "", 1)
     buffer.publish(buffer.begin_incarnation(), 0, ["rollout-0"])
     crashing = buffer.claim("prompts", "rollout-0", 2, 60.0, 5.0)
-    assert len(buffer.claim("prompts", "rollout-0", 4, 60.0, 5.0)) == 4, "the others stay under way"
+    others = buffer.claim("prompts", "rollout-0", 4, 60.0, 5.0)
+    assert len(others) == 4, "they stay under way"
     while crashing:
         for claim in crashing:
             buffer.release(claim, "crashed", "data", f"ValueError: {claim.group_id}")
         crashing = buffer.claim("prompts", "rollout-0", 2, 60.0, 0.0)
+    buffer.complete(others[0], b"answers")
+    (scoring,) = buffer.claim("generated", "reward", 1, 60.0, 5.0)
+    buffer.complete(scoring, b"scores", "[]")
+    data = run.folder.parent / "train.jsonl"
+    code, listed = run.tandem("ledger", str(run.folder), "--dropped")
+    for place in range(2):
+        assert f"set aside: group 0-{place}, row {place} of {data}: crashed: ValueError: 0-{place}" in listed
+    code, refused = run.tandem("repair", str(run.folder), "--dry-run")
+    assert code == 2 and f"stop it by `tandem stop {run.folder}`" in refused
     said = run.end(process, 3)
+    for place in range(2):
+        assert said.count(f"warning: the prompt of group 0-{place} failed in every attempt (crashed: ") == 1, said
     assert said.count("warning: a group was dropped (crashed): ValueError: ") == 1, said
     why = "no further group could be scored. Of 6 groups, 4 were trained and 2 dropped (crashed 2)"
     assert f"trained 0 of 3 batches: {why}" in said
