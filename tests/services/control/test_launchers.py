@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,6 +19,7 @@ from tandem.services.config import Recipe
 from tandem.services.control.compose import Compose
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.kubernetes import Kubernetes
+from tandem.services.control.launcher import StartedByHand
 from tests.services.control.conftest import calls
 
 
@@ -38,6 +39,21 @@ def test_compose_scales_one_service_and_leaves_the_others(
         with pytest.raises(UserError, match="compose chooses which sampler leaves"):
             controller.drain("rollout-0")
         assert controller.desired()["rollout"] == 3
+
+
+def test_services_may_register_while_the_replicas_are_read(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = StartedByHand(buffer)
+    for place, read in enumerate(("silences", "services", "samplers")):
+
+        def read_after_a_join(whole: Callable[[], object] = getattr(buffer, read), number: int = place) -> object:
+            buffer.register_sampler(f"rollout-{7 + number}", "127.0.0.1:7", 1)
+            buffer.register_service(f"reward-{7 + number}", "127.0.0.1:8")
+            return whole()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(buffer, read, read_after_a_join)
+            assert launcher.replicas()["rollout-1"].state == "starting"
+    assert {"rollout-7", "rollout-9", "reward-7", "reward-9"} <= set(launcher.replicas())
 
 
 def test_an_order_that_compose_refuses_does_not_stand(compose: Path, recipe: Recipe, buffer: Buffer) -> None:
