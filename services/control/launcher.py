@@ -87,7 +87,8 @@ class StartedByHand(Registered):
         existing = len(working_samplers(self.replicas()))
         if replicas > existing:
             up = f"docker compose up --detach --no-recreate --scale {service}={replicas} {service}"
-            remedy = f"start more with `tandem serve {service} RECIPE`, or under compose with `{up}`, then order again"
+            remedy = f"start more with `tandem serve {service} RECIPE`, or under compose with `{up}` (with the profile "
+            remedy += f"gpu the name is {service}-gpu), then order again"
             raise UserError(f"{service}={replicas}: {existing} are running, and this controller starts none; {remedy}")
 
     def set_replicas(self, service: str, replicas: int) -> None:

@@ -51,3 +51,17 @@ def test_both_profiles_have_samplers_and_a_trainer() -> None:
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         members = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
         assert members == {f"rollout{suffix}", f"trainer{suffix}"}
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_prometheus_asks_every_service_of_a_profile_by_a_name_that_it_has(profile: str) -> None:
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    (asked,) = job["dns_sd_configs"]
+    found = {}
+    for name, service in SERVICES.items():
+        if "tandem serve" in str(service.get("command")) and profile in service.get("profiles", [profile]):
+            networks = service["networks"]
+            aliases = networks["ring"]["aliases"] if isinstance(networks, dict) else []
+            found[name] = {name, *aliases} & set(asked["names"])
+    assert len(found) == 5 and all(found.values()), found
+    assert set().union(*found.values()) == set(asked["names"])

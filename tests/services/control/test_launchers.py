@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -41,19 +41,22 @@ def test_compose_scales_one_service_and_leaves_the_others(
         assert controller.desired()["rollout"] == 3
 
 
-def test_services_may_register_while_the_replicas_are_read(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = StartedByHand(buffer)
-    for place, read in enumerate(("silences", "services", "samplers")):
+@pytest.mark.parametrize("read", ["silences", "services", "samplers"])
+def test_services_may_register_while_the_replicas_are_read(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    launcher, whole = StartedByHand(buffer), getattr(buffer, read)
 
-        def read_after_a_join(whole: Callable[[], object] = getattr(buffer, read), number: int = place) -> object:
-            buffer.register_sampler(f"rollout-{7 + number}", "127.0.0.1:7", 1)
-            buffer.register_service(f"reward-{7 + number}", "127.0.0.1:8")
-            return whole()
+    def read_before_others_register() -> object:
+        found = whole()
+        buffer.register_sampler("rollout-7", "127.0.0.1:7", 1)
+        buffer.register_service("reward-8", "127.0.0.1:8")
+        return found
 
-        with monkeypatch.context() as patched:
-            patched.setattr(buffer, read, read_after_a_join)
-            assert launcher.replicas()["rollout-1"].state == "starting"
-    assert {"rollout-7", "rollout-9", "reward-7", "reward-9"} <= set(launcher.replicas())
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer, read, read_before_others_register)
+        assert launcher.replicas()["rollout-1"].state == "starting"
+    assert {"rollout-1", "rollout-7", "reward-8"} <= set(launcher.replicas())
 
 
 def test_an_order_that_compose_refuses_does_not_stand(compose: Path, recipe: Recipe, buffer: Buffer) -> None:
