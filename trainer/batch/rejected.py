@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from tandem.trainer.checkpoints.durable import disk_full_error, make_folder, write_file
 
 REJECTED_FOLDER = "rejected"
+Rejection = Literal["stale", "zero_variance", "too_few_scored_rows", "no_scored_baseline", "unknown_version"]
+"""Why the trainer drops a scored group."""
 
 
 def rejected_folder(run_folder: Path, version: int) -> Path:
@@ -19,7 +22,7 @@ def rejected_folder(run_folder: Path, version: int) -> Path:
     return Path(run_folder) / REJECTED_FOLDER / f"{version:06d}"
 
 
-def write_rejected(run_folder: Path, version: int, group_id: str, reason: str, payload: bytes) -> None:
+def write_rejected(run_folder: Path, version: int, group_id: str, reason: Rejection, payload: bytes) -> None:
     """Keeps a rejected group. Raises EnvironmentLackError if the disk is full."""
     folder = rejected_folder(run_folder, version)
     with disk_full_error(folder):
