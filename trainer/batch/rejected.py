@@ -6,6 +6,7 @@ filled. Nothing is trained or counted from these files: after a crash one may be
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -33,4 +34,15 @@ def write_rejected(run_folder: Path, version: int, group_id: str, reason: Reject
 def read_rejected(run_folder: Path, version: int) -> Iterator[tuple[str, bytes]]:
     """The reason and the payload of each kept group, in order of their names."""
     for file in sorted(rejected_folder(run_folder, version).glob("[0-9]*.*")):
-        yield file.name.partition(".")[2], file.read_bytes()
+        try:
+            payload = file.read_bytes()
+        except FileNotFoundError:
+            continue  # pruned since it was listed
+        yield file.name.partition(".")[2], payload
+
+
+def prune_rejected(run_folder: Path, last: int) -> None:
+    """Deletes the groups that were rejected for the batches up to version `last`."""
+    for folder in (Path(run_folder) / REJECTED_FOLDER).glob("[0-9]*"):
+        if int(folder.name) <= last:
+            shutil.rmtree(folder)
