@@ -19,7 +19,7 @@ from tandem.reward.config import RewardConfig
 SERVICES = "tandem-services"
 """The leaf that the processes of the delegated cgroup move into."""
 _WORKERS = "tandem-workers-"  # and the service's pid
-
+_PROC = Path("/proc/self")
 _MOST_PASSES = 100  # a process may start another one while it moves
 _THREADS_PER_PROCESS = 64
 _LAUNCHER_BYTES = 1 << 30
@@ -35,11 +35,11 @@ def limits_of(config: RewardConfig) -> dict[str, int]:
     }
 
 
-def delegated(controllers: frozenset[str], membership: Path = Path("/proc/self/cgroup")) -> Path | None:
+def delegated(controllers: frozenset[str], proc: Path = _PROC) -> Path | None:
     """The folder of the cgroup that this process may divide, None if it has none with these controllers."""
     with suppress(OSError, StopIteration):
-        mount = next(line.split()[1] for line in _lines(Path("/proc/self/mounts")) if line.split()[2] == "cgroup2")
-        path = next(line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/"))
+        mount = next(line.split()[1] for line in _lines(proc / "mounts") if line.split()[2] == "cgroup2")
+        path = next(line.removeprefix("0::/") for line in _lines(proc / "cgroup") if line.startswith("0::/"))
         own = Path(mount, path)
         folder = own.parent if own.name == SERVICES else own
         available = set((folder / "cgroup.controllers").read_text().split())
@@ -49,11 +49,11 @@ def delegated(controllers: frozenset[str], membership: Path = Path("/proc/self/c
 
 
 @contextmanager
-def workers_cgroup(limits: Mapping[str, int]) -> Iterator[Path | None]:
+def workers_cgroup(limits: Mapping[str, int], proc: Path = _PROC) -> Iterator[Path | None]:
     """Makes a cgroup with these limits and yields its folder, None where the host does not allow it. Kills what is left
     in it at the end. Write a pid to `cgroup.procs` in it to bound that process and all that it starts.
     """
-    folder = delegated(controllers_of(limits))
+    folder = delegated(controllers_of(limits), proc)
     made = None
     if folder is not None:
         with suppress(OSError):  # e.g. a file system that is mounted read-only

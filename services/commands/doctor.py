@@ -239,9 +239,9 @@ def check_cgroup(membership: Path = Path("/proc/self/cgroup"), root: Path = Path
     return Check("cgroup", "note", detail, _CGROUP)
 
 
-def check_workers_cgroup(membership: Path = Path("/proc/self/cgroup")) -> Check:
+def check_workers_cgroup(proc: Path = Path("/proc/self")) -> Check:
     """Checks whether the reward service can bound its workers in total by a cgroup of their own."""
-    if delegated(controllers_of(limits_of(RewardConfig())), membership) is not None:
+    if delegated(controllers_of(limits_of(RewardConfig())), proc) is not None:
         return Check("cgroup of workers", "ok", "bounds the reward service's workers and sandboxes in total")
     detail = "none is delegated, so workers and sandboxes have limits each, but not in total"
     return Check("cgroup of workers", "note", detail, _DELEGATE)

@@ -39,8 +39,9 @@ class RunConfig(Options):
     hard_staleness_cap: Annotated[int, Field(ge=0)] = 0
     """Groups older than this many versions are dropped when they are claimed; 0 turns this off."""
     keep_batches: Annotated[int, Field(ge=0)] = 0
-    """Records of trained batches (`batches/`) that are kept besides those that a kept checkpoint needs; 0 keeps all.
-    Older ones are removed at the next checkpoint, and `tandem replay` then begins at a checkpoint.
+    """Records of trained batches (`batches/`), and of what was rejected for them (`rejected/`), that are kept besides
+    those that a kept checkpoint needs; 0 keeps all. Older ones are removed at the next checkpoint, and `tandem replay`
+    then begins at a checkpoint.
     """
     max_consecutive_drops: Annotated[int, Field(ge=0)] = 64
     """The run stops once this many groups in a row could not be sampled or scored, e.g. because the scorer always

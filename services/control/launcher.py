@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 from tandem.protos.errors import UserError
@@ -57,17 +58,18 @@ class Registered:
         self.orders = Orders(buffer.connection)
 
     def replicas(self) -> dict[str, Replica]:
-        silences, leaving = self.buffer.silences(), self.orders.samplers("left")
+        leaving, services, samplers = self.orders.samplers("left"), self.buffer.services(), self.buffer.samplers()
+        silences = self.buffer.silences()  # last: a service that registers meanwhile has none in an earlier look
         found = {}
-        for name in self.buffer.services():
-            found[name] = Replica("running" if silences[name] <= ALIVE_SECONDS else "stopped", 0, 0)
-        for sampler in self.buffer.samplers():
+        for name in services:
+            found[name] = Replica("running" if silences.get(name, inf) <= ALIVE_SECONDS else "stopped", 0, 0)
+        for sampler in samplers:
             state = "stopped"
             if sampler.alive:
                 state = "draining" if sampler.id in leaving else "running" if sampler.version >= 0 else "starting"
             found[sampler.id] = Replica(state, 0, sampler.generation - 1)
         found.pop("controller", None)
-        return {name: one for name, one in found.items() if silences[name] <= _FORGOTTEN_SECONDS}
+        return {name: one for name, one in found.items() if silences.get(name, inf) <= _FORGOTTEN_SECONDS}
 
     def request_stop(self) -> None:
         self.orders.end_run("stopped")
@@ -85,7 +87,8 @@ class StartedByHand(Registered):
         existing = len(working_samplers(self.replicas()))
         if replicas > existing:
             up = f"docker compose up --detach --no-recreate --scale {service}={replicas} {service}"
-            remedy = f"start more with `tandem serve {service} RECIPE`, or under compose with `{up}`, then order again"
+            remedy = f"start more with `tandem serve {service} RECIPE`, or under compose with `{up}` (with the profile "
+            remedy += f"gpu the name is {service}-gpu), then order again"
             raise UserError(f"{service}={replicas}: {existing} are running, and this controller starts none; {remedy}")
 
     def set_replicas(self, service: str, replicas: int) -> None:

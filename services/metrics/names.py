@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from tandem.protos.contracts import UnscoredReason
 from tandem.reward.scheduling.priority_queue import PRIORITIES
 from tandem.services.buffer.types import STATES
+from tandem.trainer.batch.rejected import Rejection
 
 Figures = Mapping[str, object]
 Source = Literal[
@@ -28,7 +29,7 @@ _UNSCORED: tuple[str, ...] = get_args(UnscoredReason)
 _DROPPED = (
     *_UNSCORED,
     *("unsampleable", "sampling_failed", "undecodable", "run_ended"),
-    *("stale", "zero_variance", "too_few_scored_rows", "no_scored_baseline", "unknown_version"),
+    *get_args(Rejection),
 )
 _SKIPPED = (
     *("malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"),

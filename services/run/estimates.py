@@ -35,7 +35,8 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
     group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
     kept = max(run.keep_batches, trainer.keep_checkpoints * recipe.checkpoint_every) + recipe.checkpoint_every
     batches = min(run.total_batches, kept) if run.keep_batches else run.total_batches
-    payloads = group * (batches * run.groups_per_batch + LOG_COPIES * recipe.credits)
+    recorded = 2 * batches * run.groups_per_batch  # at most as many rejected groups as trained ones are kept
+    payloads = group * (recorded + LOG_COPIES * recipe.credits)
     payloads += 0 if external_redis_url(recipe) else LOG_COPIES * job_bytes(recipe)
     if facts is None:
         return payloads

@@ -16,7 +16,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.metrics import baseline_rewards, has_unknown_version, oldest_version
 from tandem.trainer.batch.planning import plan_batch
-from tandem.trainer.batch.rejected import write_rejected
+from tandem.trainer.batch.rejected import Rejection, write_rejected
 from tandem.trainer.batch.selection import zero_variance
 from tandem.trainer.rank import Rank
 
@@ -26,7 +26,7 @@ _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 
-def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int, incarnation: int) -> str | None:
+def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int, incarnation: int) -> Rejection | None:
     """The reason why a scored group cannot be part of a batch that this incarnation trains from this version, or None
     if it can.
 
@@ -129,7 +129,7 @@ class BatchSource:
         if not claims:
             return False
         self.last_claim = time.monotonic()
-        rejected: dict[str, list[str]] = {}
+        rejected: dict[Rejection, list[str]] = {}
         for claim in claims:
             reason = rejection(self._recipe, claim.headers, version, self._incarnation)
             if reason == "unknown_version":
@@ -150,7 +150,7 @@ class BatchSource:
         self._check_rejections()
         return True
 
-    def _keep(self, version: int, reason: str, group_ids: Sequence[str]) -> None:
+    def _keep(self, version: int, reason: Rejection, group_ids: Sequence[str]) -> None:
         """Writes the first rejected groups of each batch to the run folder, at most as many as are trained."""
         kept = group_ids[: self._recipe.run.groups_per_batch - self._num_kept[version]]
         self._num_kept[version] += len(kept)

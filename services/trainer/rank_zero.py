@@ -42,6 +42,7 @@ from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, STOPPING, check
 from tandem.services.trainer.takeover import Takeover
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import prune_records, write_advantages
+from tandem.trainer.batch.rejected import prune_rejected
 from tandem.trainer.checkpoints.state import list_checkpoints
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
@@ -237,7 +238,9 @@ class RankZero:
         if keep := self._recipe.run.keep_batches:
             # What the last commit made superfluous stays until the next one, because Redis may lose its last writes.
             oldest, _, _ = list_checkpoints(self._recipe.folder / CHECKPOINTS_FOLDER)[0]
-            prune_records(self._recipe.folder, min(version - keep, oldest, committed))
+            last = min(version - keep, oldest, committed)
+            prune_records(self._recipe.folder, last)
+            prune_rejected(self._recipe.folder, last)
         self._orders.checkpoint_written()
 
     def finish(self) -> None:

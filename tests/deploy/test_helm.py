@@ -92,15 +92,15 @@ def write_values(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def render(folder: Path, values: Mapping[str, Any]) -> tuple[Manifest, ...]:
-    return _rendered(write_values(folder, values).read_text())
+    return _rendered(write_values(folder, values).read_text(), CHART)
 
 
 @functools.cache
-def _rendered(values: str) -> tuple[Manifest, ...]:
+def _rendered(values: str, chart: Path) -> tuple[Manifest, ...]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.json")
         file.write_text(values)
-        done = helm("template", "mine", str(CHART), "-f", str(file), "--namespace", "ml", folder=Path(folder))
+        done = helm("template", "mine", str(chart), "-f", str(file), "--namespace", "ml", folder=Path(folder))
     assert done.returncode == 0, done.stderr
     return tuple(one for one in yaml.safe_load_all(done.stdout) if one)
 
@@ -224,7 +224,8 @@ def connections(manifests: Sequence[Manifest]) -> set[tuple[str, str]]:
 def test_only_those_connect_that_have_to(tmp_path: Path) -> None:
     """As in the table of ports in docs/deploy.md: orders reach services through Redis."""
     services = {"feed", "rollout", "reward", "trainer", "controller", "dashboard"}
-    wanted = {(one, "redis") for one in services} | {("dashboard", "controller"), ("trainer", "reward")}
+    wanted = {(one, "redis") for one in services} | {("trainer", "reward")}
+    wanted |= {("dashboard", "controller"), ("dashboard", "reward")}
     wanted |= {(one, other) for one in ("trainer", "rollout") for other in ("trainer", "rollout")}
     assert connections(render(tmp_path, {})) == wanted
 
@@ -358,6 +359,16 @@ def test_its_redis_knows_the_user_of_the_services_and_nobody_else(tmp_path: Path
     finally:
         server.terminate()
         server.wait(10)
+
+
+def test_other_rights_of_its_user_restart_it(tmp_path: Path) -> None:
+    """Its container reads users.acl when it starts, so the pod's annotations have to change with the file."""
+    changed = shutil.copytree(CHART, tmp_path / "changed")
+    with (changed / "users.acl").open("a") as file:
+        file.write("user more off\n")
+    values = write_values(tmp_path, {}).read_text()
+    before, after = (pods(_rendered(values, chart))["redis"] for chart in (CHART, changed))
+    assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
 
 
 def _answers(client: redis.Redis) -> bool:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from tests.support.locked_redis import ACL_FILE
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "deploy" / "compose"
@@ -51,3 +58,38 @@ def test_both_profiles_have_samplers_and_a_trainer() -> None:
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         members = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
         assert members == {f"rollout{suffix}", f"trainer{suffix}"}
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_prometheus_asks_every_service_of_a_profile_by_a_name_that_it_has(profile: str) -> None:
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    (asked,) = job["dns_sd_configs"]
+    found = {}
+    for name, service in SERVICES.items():
+        if "tandem serve" in str(service.get("command")) and profile in service.get("profiles", [profile]):
+            networks = service["networks"]
+            aliases = networks["ring"]["aliases"] if isinstance(networks, dict) else []
+            found[name] = {name, *aliases} & set(asked["names"])
+    assert len(found) == 5 and all(found.values()), found
+    assert set().union(*found.values()) == set(asked["names"])
+
+
+def test_init_keeps_the_password_and_renews_the_rights_of_its_user(tmp_path: Path) -> None:
+    """The script runs here, with folders of the test where compose mounts volumes."""
+    for name in ("authority", "run/tandem", "data", "prometheus"):
+        (tmp_path / name).mkdir(parents=True)
+    script = (FOLDER / "init.sh").read_text()
+    for mounted in ("authority", "run/tandem", "users.acl", "data", "prometheus"):
+        script = re.sub(rf"(?<![\w/])/{mounted}\b", f"{tmp_path}/{mounted}", script)
+    urls = []
+    for rights in (ACL_FILE.read_text(), ACL_FILE.read_text().replace("+select", "+select +ping")):
+        (tmp_path / "users.acl").write_text(rights)
+        command = ["sh", "-c", script, "init", f"{os.getuid()}:{os.getgid()}"]
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        urls.append((tmp_path / "run" / "tandem" / "redis_url").read_text().strip())
+        password = urlsplit(urls[-1]).password or ""
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        assert (tmp_path / "run/tandem/users.acl").read_text() == rights.replace("PASSWORD_SHA256", digest)
+    assert urls[0] == urls[1] and len(password) == 64

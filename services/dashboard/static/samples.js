@@ -3,8 +3,8 @@
 import { el, number, percent, whole } from "./dom.js";
 import { get } from "./server.js";
 
-const FATES = ["trained", "equal rewards", "unscored", "baseline", "zero variance", "stale", "too few scored rows", "no scored baseline"];
-const SAID = {
+// The fates of samples.py, and what the page says of them.
+const FATES = {
   trained: "trained",
   "equal rewards": "trained, but all rewards of its group are equal",
   unscored: "not trained: not scored",
@@ -13,6 +13,7 @@ const SAID = {
   stale: "group dropped: sampled by versions older than run.hard_staleness_cap allows",
   "too few scored rows": "group dropped: too few of its answers were scored",
   "no scored baseline": "group dropped: its greedy answer was not scored",
+  "unknown version": "group dropped: the version that sampled it is unknown",
 };
 
 const choices = (id, label, options) =>
@@ -21,7 +22,7 @@ const choices = (id, label, options) =>
 export class Samples {
   constructor() {
     this.words = el("input", { type: "search", id: "words", "aria-label": "Search prompts and answers", placeholder: "words of a prompt or answer", "aria-keyshortcuts": "/" });
-    this.fate = choices("fate", "Fate", [["", "all"], ...FATES.map((fate) => [fate, fate])]);
+    this.fate = choices("fate", "Fate", [["", "all"], ...Object.keys(FATES).map((fate) => [fate, fate])]);
     this.version = el("input", { type: "number", id: "version", min: 1, "aria-label": "Only the batch of version", placeholder: "version" });
     this.colour = choices("colour", "Colour", [["version", "by version"], ["logprob", "by log-prob"], ["none", "none"]]);
     this.note = el("p", { class: "note", role: "status" });
@@ -117,8 +118,8 @@ export class Samples {
     const one = this.answer;
     if (!one) return;
     const facts = [
-      ["Fate", one.fate === "trained" || one.fate === "equal rewards" ? `${SAID[one.fate]} (version ${one.version})` : SAID[one.fate] ?? one.fate],
-      ...(one.dropped && one.dropped !== one.fate ? [["Its group", SAID[one.dropped] ?? `dropped: ${one.dropped}`]] : []),
+      ["Fate", one.fate === "trained" || one.fate === "equal rewards" ? `${FATES[one.fate]} (version ${one.version})` : FATES[one.fate] ?? one.fate],
+      ...(one.dropped && one.dropped !== one.fate ? [["Its group", FATES[one.dropped] ?? `dropped: ${one.dropped}`]] : []),
       ["Reward", one.reward === null ? `none: ${one.unscored.filter(Boolean).join(": ")}` : number(one.reward, 5)],
       ...Object.entries(one.breakdown).map(([name, value]) => [`· ${name}`, number(value, 5)]),
       ["Advantage (mean of its tokens)", one.advantage === null ? "–" : number(one.advantage, 4)],

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tandem.reward.config import LimitsConfig, RewardConfig
-from tandem.reward.workers.cgroup import SERVICES, delegated, limits_of
+from tandem.reward.workers.cgroup import SERVICES, delegated, limits_of, workers_cgroup
+from tests.support.made_up_cgroup import made_up_cgroup
 from tests.support.waiting import eventually
 
 LIMITS = {"pids": {"pids.max": 12}, "hugetlb": {"hugetlb.2MB.max": 0}}
@@ -117,14 +118,33 @@ def test_the_number_of_processes_is_bounded(folder: Path) -> None:
 
 
 def test_a_cgroup_that_was_not_delegated_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
-    membership = tmp_path / "cgroup"
-    membership.write_text(f"0::/{folder.name}\n")
-    assert delegated(frozenset(), membership) == folder
-    assert delegated(frozenset({"no-such-controller"}), membership) is None
+    (tmp_path / "mounts").symlink_to("/proc/self/mounts")
+    (tmp_path / "cgroup").write_text(f"0::/{folder.name}\n")
+    assert delegated(frozenset(), tmp_path) == folder
+    assert delegated(frozenset({"no-such-controller"}), tmp_path) is None
     os.removexattr(folder, "user.delegate")
-    assert delegated(frozenset(), membership) is None
-    membership.write_text("0::/\n")
-    assert delegated(frozenset(), membership) is None, "the host's root"
+    assert delegated(frozenset(), tmp_path) is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert delegated(frozenset(), tmp_path) is None, "the host's root"
+
+
+def test_memory_and_processes_of_all_workers_are_bounded_and_killed_at_the_end(tmp_path: Path) -> None:
+    """In a made-up cgroup: a kernel that counts memory elsewhere (version 1) takes no such limit."""
+    limits = limits_of(RewardConfig(num_workers=2))
+    made_up = made_up_cgroup(tmp_path, "memory pids")
+    with workers_cgroup(limits, made_up.proc) as made:
+        assert made is not None and made.parent == made_up.folder
+        assert {file.name: int(file.read_text()) for file in made.iterdir()} == limits
+        assert set((made_up.folder / "cgroup.subtree_control").read_text().split()) == {"+memory", "+pids"}
+        assert (made_up.folder / SERVICES).is_dir()
+    assert (made / "cgroup.kill").read_text() == "1"
+
+
+def test_without_a_controller_of_memory_nothing_is_made(tmp_path: Path) -> None:
+    made_up = made_up_cgroup(tmp_path, "cpu pids")
+    before = set(made_up.folder.iterdir())
+    with workers_cgroup(limits_of(RewardConfig()), made_up.proc) as made:
+        assert made is None and set(made_up.folder.iterdir()) == before
 
 
 def test_the_limits_follow_from_the_configuration() -> None:

@@ -21,9 +21,11 @@ from tandem.services.commands.doctor import (
     check_cgroup,
     check_torch,
     check_vllm,
+    check_workers_cgroup,
     probe_imports,
     run_doctor,
 )
+from tests.support.made_up_cgroup import made_up_cgroup
 
 GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
 
@@ -141,6 +143,15 @@ def test_the_limits_of_cgroups_are_reported(tmp_path: Path) -> None:
     found = check_cgroup(membership, tmp_path)
     assert (found.verdict, found.detail) == ("ok", "bounds 8.0 GB of memory and 512 processes and threads in total")
     assert check_cgroup(tmp_path / "none", tmp_path).verdict == "note"
+
+
+def test_a_cgroup_for_the_workers_is_reported(tmp_path: Path) -> None:
+    made_up = made_up_cgroup(tmp_path, "cpu memory pids")
+    found = check_workers_cgroup(made_up.proc)
+    assert found.verdict == "ok" and "workers and sandboxes in total" in found.detail and not found.remedy
+    (made_up.folder / "cgroup.controllers").write_text("cpu pids\n")
+    found = check_workers_cgroup(made_up.proc)
+    assert found.verdict == "note" and "none is delegated" in found.detail and "Delegate=yes" in found.remedy
 
 
 def test_weight_backends_are_reported_as_not_run_without_a_record(tmp_path: Path) -> None:

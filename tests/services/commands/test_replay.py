@@ -17,6 +17,7 @@ from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.inputs import record_inputs
 from tandem.services.run.resume import FREE, forbidden_changes
 from tandem.trainer.batch.record import read_record, record_folder, recorded_versions
+from tandem.trainer.batch.rejected import write_rejected
 from tests.support.redis_ring import running_redis
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 
@@ -59,8 +60,11 @@ def test_a_run_that_keeps_its_last_batches_is_replayed_from_a_checkpoint(
     with running_redis(tmp_path) as url:
         recipe = make_recipe(tmp_path, run={"total_batches": 4, "keep_batches": 1}, trainer={"checkpoint_every": 1})
         put_scored(make_run(url, recipe), different_rewards(4 * P))
+        for version in range(1, 5):
+            write_rejected(recipe.folder, version, "9-9", "stale", b"payload")
         assert train(recipe, url)
     assert recorded_versions(recipe.folder) == [4], "the checkpoints are those of versions 3 and 4"
+    assert [folder.name for folder in (recipe.folder / "rejected").iterdir()] == ["000004"]
     assert replay.main(recipe.folder) == 0
     said = capsys.readouterr().out
     assert "1 batches trained again" in said and "from the checkpoint of version 3" in said

@@ -153,9 +153,8 @@ def test_the_first_samplers_work_and_the_others_stand_by(served: Served) -> None
     scale(served, "rollout", 2)
     eventually(lambda: not served.controller.orders.samplers("standby"))
     assert len(buffer.claim("prompts", "rollout-1", 1, 30.0, 0)) == 1
-    with pytest.raises(
-        UserError, match=r"rollout=4: 2 are running, .*`docker compose up --detach .* rollout=4 rollout`"
-    ):
+    compose = r"`docker compose up .* rollout=4 rollout` \(with the profile gpu .* rollout-gpu\)"
+    with pytest.raises(UserError, match=f"rollout=4: 2 are running, .*{compose}"):
         scale(served, "rollout", 4)
     with pytest.raises(UserError, match="reward cannot be scaled; only rollout can under the launcher none"):
         scale(served, "reward", 2)

@@ -19,6 +19,7 @@ from tandem.services.config import Recipe
 from tandem.services.control.compose import Compose
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.kubernetes import Kubernetes
+from tandem.services.control.launcher import StartedByHand
 from tests.services.control.conftest import calls
 
 
@@ -38,6 +39,24 @@ def test_compose_scales_one_service_and_leaves_the_others(
         with pytest.raises(UserError, match="compose chooses which sampler leaves"):
             controller.drain("rollout-0")
         assert controller.desired()["rollout"] == 3
+
+
+@pytest.mark.parametrize("read", ["silences", "services", "samplers"])
+def test_services_may_register_while_the_replicas_are_read(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    launcher, whole = StartedByHand(buffer), getattr(buffer, read)
+
+    def read_before_others_register() -> object:
+        found = whole()
+        buffer.register_sampler("rollout-7", "127.0.0.1:7", 1)
+        buffer.register_service("reward-8", "127.0.0.1:8")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer, read, read_before_others_register)
+        assert launcher.replicas()["rollout-1"].state == "starting"
+    assert {"rollout-1", "rollout-7", "reward-8"} <= set(launcher.replicas())
 
 
 def test_an_order_that_compose_refuses_does_not_stand(compose: Path, recipe: Recipe, buffer: Buffer) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -13,9 +15,10 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.dashboard.samples import Samples
 from tandem.trainer.batch.record import record_folder, write_advantages, write_record
-from tandem.trainer.batch.rejected import rejected_folder, write_rejected
+from tandem.trainer.batch.rejected import Rejection, rejected_folder, write_rejected
 from tests.services.dashboard.conftest import Site
 from tests.support.made_up_run import ANSWER
+from tests.support.paths import ROOT
 from tests.support.run_inputs import write_model
 from tests.support.training_groups import make_batch, make_group
 
@@ -82,7 +85,15 @@ def test_an_answer_is_shown_with_what_became_of_it(tmp_path: Path) -> None:
         samples.answer(4, group.group_id, 9)
 
 
-def reject(folder: Path, version: int, reason: str, group: TrajectoryGroup) -> None:
+def test_the_page_names_every_fate_and_says_what_it_means() -> None:
+    script = (ROOT / "services" / "dashboard" / "static" / "samples.js").read_text()
+    (fates,) = re.findall(r"^const FATES = {$(.*?)^};$", script, re.MULTILINE | re.DOTALL)
+    dropped = {reason.replace("_", " ") for reason in get_args(Rejection)}
+    named = set(re.findall(r'^  "?([a-z ]+)"?: "\S.*",$', fates, re.MULTILINE))
+    assert named == {"trained", "equal rewards", "unscored", "baseline"} | dropped
+
+
+def reject(folder: Path, version: int, reason: Rejection, group: TrajectoryGroup) -> None:
     write_rejected(folder, version, group.group_id, reason, encode_group(group))
 
 

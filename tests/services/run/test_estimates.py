@@ -49,3 +49,12 @@ def test_batches_that_are_not_kept_need_no_disk(values: Values) -> None:
         for keep in (0, 200, 2000)
     }
     assert needs[200] < 0.3 * needs[0] and needs[2000] == needs[0]
+
+
+def test_the_disk_has_room_for_rejected_groups(values: Values) -> None:
+    """A trainer keeps as many of them for each batch as it trains, and an id and a log-prob take 8 bytes at least."""
+    run = recipe_of(values, run={"total_batches": 1000})
+    longer = recipe_of(values, run={"total_batches": 2000})
+    answers = 1000 * run.run.groups_per_batch * run.rows_per_group
+    added = estimates.disk_need_bytes(longer, None) - estimates.disk_need_bytes(run, None)
+    assert added >= 2 * answers * run.max_model_tokens / 2 * 8

@@ -26,6 +26,7 @@ from tandem.trainer.batch.record import (
     recorded_versions,
     write_record,
 )
+from tandem.trainer.batch.rejected import prune_rejected, read_rejected, write_rejected
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tests.support.training_groups import make_batch, make_group, make_payloads
 
@@ -101,6 +102,15 @@ def test_pruned_records_are_gone_and_what_a_killed_process_left_of_them_too(
     assert sorted(path.name for path in (tmp_path / "batches").iterdir()) == ["000004", "000005"]
     prune_records(tmp_path, 0)
     assert recorded_versions(tmp_path) == [4, 5]
+
+
+def test_rejected_groups_may_be_pruned_while_they_are_read(tmp_path: Path) -> None:
+    for version, group_id in ((1, "0-1"), (1, "0-2"), (2, "0-3")):
+        write_rejected(tmp_path, version, group_id, "stale", b"payload")
+    reading = read_rejected(tmp_path, 1)
+    assert next(reading) == ("stale", b"payload")
+    prune_rejected(tmp_path, 1)
+    assert list(reading) == [] and len(list(read_rejected(tmp_path, 2))) == 1
 
 
 def killed(_folder: Path) -> None:
