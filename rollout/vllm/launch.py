@@ -70,7 +70,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
         block_size=block_tokens,
-        # Requests share whole blocks. Without one, looking for them takes a tenth of a short answer's time.
+        # Requests share whole blocks, and a sequence that fits one block has none that another could use.
         enable_prefix_caching=None if block_tokens is None else False,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
