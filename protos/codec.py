@@ -146,7 +146,7 @@ def encode_scored(payload: bytes, scored: Sequence[ScoredTrajectory]) -> bytes:
     return batch_to_payload(_record_batch(columns, batch.schema))
 
 
-def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, list[Any]]:
+def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, object]:
     """The columns that scoring adds; None for a trajectory that is not scored."""
     return {
         "scored": [row is not None for row in rows],
@@ -157,7 +157,7 @@ def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, list[An
     }
 
 
-def _record_batch(columns: Mapping[str, list[Any] | pa.Array], schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(columns: Mapping[str, object], schema: pa.Schema) -> pa.RecordBatch:
     arrays = [
         column if isinstance(column, pa.Array) else pa.array(column, field.type)
         for field, column in zip(schema, (columns[name] for name in schema.names), strict=True)
