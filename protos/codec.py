@@ -131,16 +131,38 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "text": [t.text for t, _, _, _ in rows],
         "earned_reward": [t.earned_reward for t, _, _, _ in rows],
         "metadata": [json.dumps(dict(t.metadata)) if t.metadata else "{}" for t, _, _, _ in rows],
-        "scored": [scored is not None for _, scored, _, _ in rows],
-        "reward": [scored.reward if scored else None for _, scored, _, _ in rows],
-        "breakdown": [
-            json.dumps(dict(scored.breakdown)) if scored and scored.breakdown else "{}" for _, scored, _, _ in rows
-        ],
-        "unscored_reason": [scored.unscored_reason if scored else None for _, scored, _, _ in rows],
-        "unscored_detail": [scored.unscored_detail if scored else "" for _, scored, _, _ in rows],
+        **_score_columns([scored for _, scored, _, _ in rows]),
         "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
     }
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA.with_metadata(metadata))
+    return _record_batch(columns, SCHEMA.with_metadata(metadata))
+
+
+def encode_scored(payload: bytes, scored: Sequence[ScoredTrajectory]) -> bytes:
+    """Encodes the group of a payload with scores for its trajectories, all of them and in their order."""
+    batch = payload_to_batch(payload)
+    of_segments = [row for row in scored for _ in row.trajectory.segments]
+    assert len(of_segments) == batch.num_rows, "every trajectory of the group is scored"
+    columns = {**dict(zip(batch.schema.names, batch.columns, strict=True)), **_score_columns(of_segments)}
+    return batch_to_payload(_record_batch(columns, batch.schema))
+
+
+def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, object]:
+    """The columns that scoring adds; None for a trajectory that is not scored."""
+    return {
+        "scored": [row is not None for row in rows],
+        "reward": [row.reward if row else None for row in rows],
+        "breakdown": [json.dumps(dict(row.breakdown)) if row and row.breakdown else "{}" for row in rows],
+        "unscored_reason": [row.unscored_reason if row else None for row in rows],
+        "unscored_detail": [row.unscored_detail if row else "" for row in rows],
+    }
+
+
+def _record_batch(columns: Mapping[str, object], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [
+        column if isinstance(column, pa.Array) else pa.array(column, field.type)
+        for field, column in zip(schema, (columns[name] for name in schema.names), strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:

@@ -103,6 +103,11 @@ class TransferProgress(TypedDict):
     error: tuple[str, str] | None
 
 
+def is_received(workers: Sequence[TransferProgress]) -> bool:
+    """Whether the transfer ended on every worker without an error."""
+    return all(worker["done"] and not worker["error"] for worker in workers)
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a sampler uses."""
 
@@ -162,14 +167,10 @@ class Sampler(ABC):
         """Calls `StagedReceiver.start_<kind>` on every worker. The transfer runs in parallel to the engine's steps."""
 
     @abstractmethod
-    async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        """Returns `StagedReceiver.progress` of every worker."""
-
-    @abstractmethod
-    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
-        """Loads the staged weights and changes the version of later tokens, both between the same two steps.
-
-        Running requests keep their KV cache. Returns for how many seconds the engine made no step.
+    async def _transfer_progress(self, version: tuple[int, int] | None) -> tuple[Sequence[TransferProgress], float]:
+        """Returns `StagedReceiver.progress` of every worker, and for how many seconds the engine made no step. If all
+        have received `version` (incarnation, policy_version), loads the staged weights and changes the version of later
+        tokens, both between the same two steps. Running requests keep their KV cache.
         """
 
     @property
@@ -215,7 +216,7 @@ class Sampler(ABC):
             raise DataError(told)
         if sampling.max_tokens < 1:
             raise DataError(f"max_tokens is {sampling.max_tokens}, and an answer has at least one token")
-        fitting = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        fitting = sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
         answer = _Answer(key, trajectory_id, prompt, sampling, unfinished.segments[0] if unfinished else None)
         request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"
         seed = self._request_seed(sampling, key, trajectory_id)
@@ -279,9 +280,9 @@ class Sampler(ABC):
         arguments = {"manifest": encode_manifest(manifest), "group_name": group_name}
         async with self._update_lock:
             self._check_order(manifest)
-            workers = await self._transfer("receive", arguments, timeout_seconds)
-            stall_seconds = await self._apply_staged_weights(manifest.incarnation, manifest.policy_version)
-            self._version = (manifest.incarnation, manifest.policy_version)
+            version = manifest.incarnation, manifest.policy_version
+            workers, stall_seconds = await self._transfer("receive", arguments, timeout_seconds, version)
+            self._version = version
         self._figures.weight_updates += 1
         self._figures.weight_stall_seconds += stall_seconds
         return UpdateReport(tuple(workers[0]["digests"]), max(worker["seconds"] for worker in workers), stall_seconds)
@@ -304,8 +305,13 @@ class Sampler(ABC):
             raise FencedError(f"{told}: this sampler takes no weights from it")
 
     async def _transfer(
-        self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float
-    ) -> Sequence[TransferProgress]:
+        self,
+        kind: Literal["join", "receive"],
+        arguments: Mapping[str, object],
+        timeout_seconds: float,
+        version: tuple[int, int] | None = None,
+    ) -> tuple[Sequence[TransferProgress], float]:
+        """Waits until the transfer is over and, with a version, the received weights are applied."""
         # A worker's error names the cause, so the workers' deadline comes first.
         deadline, joins = time.monotonic() + timeout_seconds + 1.0, self._joins
         await self._start_transfer(kind, {**arguments, "timeout_seconds": timeout_seconds})
@@ -313,12 +319,12 @@ class Sampler(ABC):
         while True:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
-            workers = await self._transfer_progress()
+            workers, stall_seconds = await self._transfer_progress(version)
             for worker in workers:
                 if worker["error"]:
                     raise error_class(worker["error"][0])(worker["error"][1])
-            if all(worker["done"] for worker in workers):
-                return workers
+            if is_received(workers):
+                return workers, stall_seconds
             if self._joins > joins:
                 raise WeightTransferError(f"the {kind} of weights was replaced by the join of another group")
             if time.monotonic() > deadline:

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 RESUME_SECONDS = 60.0
 """How long a service that starts in a run that has ended waits for somebody to resume the run."""
 _HEARTBEAT_SECONDS = 1.0
+_CHILDREN_SECONDS = 10.0
 
 
 def software_version() -> str:
@@ -34,13 +36,22 @@ def software_version() -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all that it started, since it began. What a killed child had used may be lost."""
-    process = psutil.Process()
-    seconds = sum(process.cpu_times()[:4])  # user and system time, its own and of children that ended
-    for child in process.children(recursive=True):
+    """CPU time of this process and of all that it started, since it began. What a killed child had used may be lost,
+    and a new one may count some seconds late.
+    """
+    seconds: float = sum(psutil.Process().cpu_times()[:4])  # user and system time, its own and of children that ended
+    for child in _children(int(time.monotonic() / _CHILDREN_SECONDS)):
         with suppress(psutil.NoSuchProcess):
-            seconds += sum(child.cpu_times()[:4])
+            seconds += sum(child.cpu_times()[:4]) if child.is_running() else 0.0
     return seconds
+
+
+@lru_cache(maxsize=1)
+def _children(period: int) -> Sequence[psutil.Process]:
+    """The processes below this one at some time in a period. Finding them reads the state of every process of the
+    machine, which takes milliseconds.
+    """
+    return psutil.Process().children(recursive=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tandem.protos.manifest import ITEM_BYTES
 from tandem.protos.types import SamplingParameters
 from tandem.rollout.base_weights import local_folder
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
-from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
+from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress, is_received
 from tandem.rollout.transformers.batch import Batch, LanguageModel, Row
 from tandem.rollout.weight_receiver import StagedReceiver
 
@@ -118,10 +118,11 @@ class TransformersSampler(Sampler):
         start = self._receiver.start_join if kind == "join" else self._receiver.start_receive
         start(**arguments)
 
-    async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        return [self._receiver.progress()]
+    async def _transfer_progress(self, version: tuple[int, int] | None) -> tuple[Sequence[TransferProgress], float]:
+        progress = [self._receiver.progress()]
+        return progress, await self._apply(version) if version and is_received(progress) else 0.0
 
-    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
+    async def _apply(self, version: tuple[int, int]) -> float:
         def apply() -> float:
             started = time.perf_counter()
             for name, tensor in self._receiver.take():
@@ -129,7 +130,7 @@ class TransformersSampler(Sampler):
                     self._parameters[name].copy_(tensor)
             if self._on_gpu:  # the trainer overwrites shared memory once this update is acknowledged
                 torch.cuda.synchronize()
-            self._stamp = (incarnation, policy_version)
+            self._stamp = version
             return time.perf_counter() - started
 
         return await self._call(apply)

@@ -57,6 +57,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
 
     config = arguments.config
     max_sequences = min(arguments.max_rows, 1024)
+    block_tokens = cache_block_tokens(arguments.max_model_tokens) if on_cpu else None
     return AsyncEngineArgs(
         model=arguments.model_path,
         dtype=arguments.dtype,
@@ -68,7 +69,9 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         # Chunked prefill is off on CPUs. For a chunk whose token is discarded, vLLM rewinds the random generator, which
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
-        block_size=cache_block_tokens(arguments.max_model_tokens) if on_cpu else None,
+        block_size=block_tokens,
+        # Requests share whole blocks, and a sequence that fits one block has none that another could use.
+        enable_prefix_caching=None if block_tokens is None else False,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,

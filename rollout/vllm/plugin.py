@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from tandem.rollout.sampler import TransferProgress
+from tandem.rollout.sampler import TransferProgress, is_received
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import name_shared_memory
 
@@ -110,8 +110,10 @@ def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, obj
     core.collective_rpc(f"tandem_start_{kind}", kwargs=arguments)
 
 
-def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
-    return core.collective_rpc("tandem_progress")
+def _weight_transfer_progress(core: EngineCore, stamp: str | None) -> tuple[Sequence[TransferProgress], float]:
+    """The progress of every worker. With a stamp, applies what all have received, and returns the duration, too."""
+    progress: Sequence[TransferProgress] = core.collective_rpc("tandem_progress")
+    return progress, _apply_staged_weights(core, stamp) if stamp and is_received(progress) else 0.0
 
 
 def _apply_staged_weights(core: EngineCore, stamp: str) -> float:

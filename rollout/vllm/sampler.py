@@ -18,9 +18,8 @@ from tandem.rollout.vllm.resumed_requests import SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
@@ -42,7 +41,7 @@ async def start_sampler(arguments: SamplerArguments) -> Sampler:
     sampler = VllmSampler(llm, folder, arguments)
     try:
         # Nothing is staged. This stamps the weights as NO_VERSION and fails if the plugin is missing.
-        await sampler._apply_staged_weights(*NO_VERSION)
+        await sampler._core("apply_staged_weights", _stamp(*NO_VERSION))
     except TandemError as error:
         sampler.close()
         raise EnvironmentLackError(
@@ -68,6 +67,8 @@ class VllmSampler(Sampler):
         self._unsent: list[tuple[EngineCoreRequest, list[_Answer]]] = []
         """Answers that the engine does not know yet, by the request of their group."""
         self._sending: set[asyncio.Task[None]] = set()
+        self._waiting: set[_Answer] = set()
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -87,21 +88,31 @@ class VllmSampler(Sampler):
     async def _generate(self, request: SamplingRequest) -> Completion:
         answer = _Answer(request)
         prepared = self._engine_request(request)
+        self._waiting.add(answer)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._end_waits_for_dead_engine())
         try:
             self._expect(prepared, answer)
             self._send_soon(prepared, answer)
-            # The engine may end without answering a new request.
-            while not (await asyncio.wait((answer.output,), timeout=_DEATH_POLL_SECONDS))[0]:
-                if self.is_dead:
-                    raise UnavailableError("the engine has ended")
-            output = answer.output.result()
+            output = await answer.output
             reason = _FINISH_REASONS.get(output.finish_reason, "error")
             return _completion(output.token_ids, output.logprobs, output.weight_versions, reason)
         finally:
+            self._waiting.discard(answer)
             if not answer.has_result:
                 answer.output.cancel()
                 aborting = asyncio.ensure_future(self._llm.abort(request.request_id, internal=True))
                 await asyncio.wait((aborting,), timeout=_SHUTDOWN_SECONDS)
+
+    async def _end_waits_for_dead_engine(self) -> None:
+        """The engine may end without answering a new request. One task looks for all, because a timer for each would
+        take as long as a short answer.
+        """
+        while self._waiting:
+            await asyncio.sleep(_DEATH_POLL_SECONDS)
+            if self.is_dead:
+                for answer in self._waiting:
+                    answer.put(UnavailableError("the engine has ended"))
 
     def _expect(self, prepared: EngineCoreRequest, answer: _Answer) -> None:
         """Tells vLLM's output processor, which reads no seed, of a row, and where its answer begins."""
@@ -109,8 +120,10 @@ class VllmSampler(Sampler):
         row.request_id = row.external_req_id = request.request_id
         row.prompt_token_ids = request.prompt_ids.tolist() if request.sampled_ids else row.prompt_token_ids
         processor.add_request(row, None, None, 0, answer)  # type: ignore[arg-type]
+        state = processor.request_states[request.request_id]
+        state.logprobs_processor = _SampledLogprobs()  # type: ignore[assignment]
         if request.sampled_ids:  # stop strings are found from the answer's first token on
-            detokenizer = processor.request_states[request.request_id].detokenizer
+            detokenizer = state.detokenizer
             assert detokenizer is not None
             detokenizer.update([*request.sampled_ids], stop_terminated=False)
 
@@ -183,12 +196,10 @@ class VllmSampler(Sampler):
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
         await self._core("start_weight_transfer", kind, arguments)
 
-    async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        progress: Sequence[TransferProgress] = await self._core("weight_transfer_progress")
-        return progress
-
-    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
-        return float(await self._core("apply_staged_weights", _stamp(incarnation, policy_version)))
+    async def _transfer_progress(self, version: tuple[int, int] | None) -> tuple[Sequence[TransferProgress], float]:
+        # One call: each waits for a step of the engine.
+        progress, stall_seconds = await self._core("weight_transfer_progress", version and _stamp(*version))
+        return progress, stall_seconds
 
     async def _core(self, method: str, *arguments: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -225,6 +236,19 @@ class _Answer:
             self.output.set_result(output.outputs[0])
 
 
+class _SampledLogprobs:
+    """The log-probs of a request's sampled tokens, in place of vLLM's object, which makes several others a token."""
+
+    prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's come first
+
+
 def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -239,7 +263,6 @@ def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
             stop=list(sampling.stop),
             repetition_penalty=sampling.repetition_penalty,
             logprobs=0,  # only the sampled token's
-            flat_logprobs=True,
             detokenize=bool(sampling.stop),  # needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -254,7 +277,7 @@ def _failure(error: Exception) -> UnavailableError:
 def _num_sampled(state: RequestState) -> int:
     """The number of tokens that this request sampled and the output processor has read."""
     assert state.logprobs_processor is not None
-    return len(cast("FlatLogprobs", state.logprobs_processor.logprobs).logprobs)
+    return len(cast("list[float]", state.logprobs_processor.logprobs))
 
 
 def _completion_so_far(state: RequestState) -> Completion:
@@ -267,7 +290,7 @@ def _completion(
     token_ids: Sequence[int], logprobs: object, versions: Sequence[WeightVersionSpan] | None, reason: FinishReason
 ) -> Completion:
     """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
-    sampled = cast("FlatLogprobs", logprobs).logprobs
+    sampled = cast("list[float]", logprobs)
     before = len(token_ids) - len(sampled)
     spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
     return Completion(token_ids[before:], [*sampled], spans, reason)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 from tandem.protos import reward_pb2_grpc
-from tandem.protos.codec import decode_group, encode_group, encode_headers, group_headers
+from tandem.protos.codec import decode_group, encode_headers, encode_scored, group_headers
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import DataError
 from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
@@ -226,8 +226,8 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
             return release, pause_after(progress.infrastructure_attempts) if paused else 0.0
         reasons = Counter(f"rows_unscored:{failure.reason}" for failure in _failures(scored))
         figures = {"rows_scored": len(scored) - reasons.total(), **reasons}
-        group = TrajectoryGroup(group.prompt, tuple(scored))
-        return GroupResult(encode_group(group), encode_headers(group_headers(group)), figures), 0.0
+        headers = group_headers(TrajectoryGroup(group.prompt, tuple(scored)))
+        return GroupResult(encode_scored(held.lease.payload, scored), encode_headers(headers), figures), 0.0
 
 
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:

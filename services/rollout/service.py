@@ -204,7 +204,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             )
             if row.finish_reason in ("abort", "error"):
                 raise UnavailableError(f"the engine ended trajectory {number} with {row.finish_reason!r}")
-            group.rows[number] = replace(row, role=role)
+            group.rows[number] = row if row.role == role else replace(row, role=role)
             held.unsaved = group.to_save
 
         numbers = range(prompt.num_samples + self._with_baselines)

@@ -246,15 +246,17 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """Writes the checkpoint and the export that are due, and starts a due evaluation, of the published version."""
-        trainer = self.recipe.trainer
-        if not any(map(self._due, (self.recipe.checkpoint_every, trainer.export_every, trainer.evaluate_every))):
+        """Writes the export that is due, beside the version's publication, and when that is over, the checkpoint; then
+        starts a due evaluation.
+        """
+        if self._due(self.recipe.trainer.export_every):
+            self.check_incarnation()
+            self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
+        if not any(map(self._due, (self.recipe.checkpoint_every, self.recipe.trainer.evaluate_every))):
             return
         self.wait_until_published()
         if self._due(self.recipe.checkpoint_every):
             self.save_checkpoint()
-        if self._due(self.recipe.trainer.export_every):
-            self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
         if self._due(self.recipe.trainer.evaluate_every):
             self.evaluate()
 

@@ -109,6 +109,17 @@ def test_a_group_survives_the_round_trip(group: TrajectoryGroup) -> None:
     assert plain(codec.decode_group(codec.encode_group(group))) == plain(group)
 
 
+@given(groups().filter(lambda group: group.rows))
+@settings(max_examples=50, deadline=None)
+def test_scores_added_to_a_payload_give_the_bytes_of_the_scored_group(group: TrajectoryGroup) -> None:
+    scored = [
+        row if isinstance(row, ScoredTrajectory) else ScoredTrajectory(row, 0.5, {"a": 0.5}) for row in group.rows
+    ]
+    unscored = TrajectoryGroup(group.prompt, tuple(row.trajectory for row in scored))
+    whole = codec.encode_group(TrajectoryGroup(group.prompt, tuple(scored)))
+    assert codec.encode_scored(codec.encode_group(unscored), scored) == whole
+
+
 @given(groups())
 @settings(max_examples=50, deadline=None)
 def test_headers_survive_the_round_trip(group: TrajectoryGroup) -> None:

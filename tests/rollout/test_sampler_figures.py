@@ -26,10 +26,7 @@ class OneTokenEngine(Sampler):
 
     async def _start_transfer(self, kind: Any, arguments: Any) -> None: ...
 
-    async def _transfer_progress(self) -> Any: ...
-
-    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
-        return 0.0
+    async def _transfer_progress(self, version: Any) -> Any: ...
 
 
 class Words:

@@ -107,10 +107,7 @@ class TimedEngine(Sampler):
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
         raise NotImplementedError
 
-    async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        raise NotImplementedError
-
-    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
+    async def _transfer_progress(self, version: tuple[int, int] | None) -> tuple[Sequence[TransferProgress], float]:
         raise NotImplementedError
 
 

@@ -114,7 +114,7 @@ def shared_fraction(batch: TrainBatch) -> float:
 
 def computed_tokens(batch: TrainBatch) -> int:
     """The tokens that the forward passes of this batch compute, padding included, without empty micro-batches. With
-    shared prompts each row's last token counts, too, although a line ends before it.
+    shared prompts each row's last token counts, too, although a line ends before it, and equal answers count each.
     """
     headers = {(header.group_id, header.trajectory_id, header.segment): header for header in batch.headers}
     cells: dict[tuple[int, int, int], list[RowHeader]] = {}

@@ -1,9 +1,10 @@
-"""Concatenates rows so that a prompt of several rows is computed once.
+"""Concatenates rows so that a prompt of several rows is computed once, and so are rows with the same tokens.
 
 All rows of a micro-batch become one line of T tokens: each shared prompt once, before the first row that has it, and
 the rest of every row up to its last loss token, which predicts nothing. The line consists of S sequences: a shared
 prompt, a whole row, or the rest of a row, which also sees its prompt. Only equal prompts are shared. They end before
-the first loss token, so every loss token sees exactly its own row.
+the first loss token, so every loss token sees exactly its own row. Rests of one prompt that are equal are one sequence:
+short answers often are, and the gradients of their tokens add up there.
 
 R squares of a block, Q queries and K keys of each.
 """
@@ -57,26 +58,26 @@ class SharedPrompts:
         sizes = [row.num_prompt_tokens for row in rows]
         prompts = [row.ids[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
         counts = Counter(prompts)
-        firsts: dict[bytes, int] = {}
+        known: dict[tuple[bytes, bytes], int] = {}  # the sequence of a prompt and the rest after it
         parts: list[NDArray[np.int32]] = []
         sequences: list[tuple[int, int, int]] = []
         last: list[int] = []
         end = 0
         for row, prompt, prompt_size in zip(rows, prompts, sizes, strict=True):
             size = prompt_size if counts[prompt] > 1 else 0
-            if size and prompt not in firsts:
-                firsts[prompt] = len(sequences)
+            if size and (prompt, b"") not in known:
+                known[prompt, b""] = len(sequences)
                 parts.append(row.ids[:size])
                 sequences.append((size, end, 0))
                 end += size
-            rest = row.ids[size : _num_inputs(row)]
-            if not len(rest):  # the prompt predicts the only loss token
-                last.append(firsts[prompt])
-                continue
-            last.append(len(sequences))
-            parts.append(rest)
-            sequences.append((len(rest), sequences[firsts[prompt]][1] if size else end, size))
-            end += len(rest)
+            rest = row.ids[size : _num_inputs(row)]  # empty if the prompt predicts the only loss token
+            key = prompt, rest.tobytes()
+            if key not in known:
+                known[key] = len(sequences)
+                parts.append(rest)
+                sequences.append((len(rest), sequences[known[prompt, b""]][1] if size else end, size))
+                end += len(rest)
+            last.append(known[key])
         ids_T = np.concatenate(parts).astype(np.int64)
         lengths_S, prompts_S, prompt_lengths_S = np.array(sequences, np.int64).T
         return cls(device, ids_T, lengths_S, prompts_S, prompt_lengths_S, np.array(last))

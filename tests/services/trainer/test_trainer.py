@@ -77,23 +77,27 @@ def test_a_trainer_ends_with_its_run(tmp_path: Path, redis_url: str) -> None:
     assert orders.ended() == "finished" and (recipe.folder / "summary.json").exists()
 
 
-def test_a_version_is_published_while_the_next_one_trains_and_before_the_next_snapshot(
+def test_a_version_is_exported_and_published_while_the_next_one_trains_and_before_the_next_snapshot(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe(tmp_path)
+    recipe = make_recipe(tmp_path, trainer={"export_every": 2})
     buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(4 * P))
     events: list[tuple[str, int]] = []
-    trains, publish, snapshot = threading.Event(), Buffer.publish, WeightSender.snapshot
+    trains, publish, snapshot, export = threading.Event(), Buffer.publish, WeightSender.snapshot, Learner.export
 
     def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
         events.append(("trains", batch.policy_version))
-        if batch.policy_version == 2:
+        if batch.policy_version == 3:
             trains.set()
         return train_batch(self, batch, *args, **kwargs)
 
+    def observed_export(self: Learner, folder: Path) -> None:
+        export(self, folder)
+        events.append(("exported", int(folder.name) if folder.name.isdigit() else -1))
+
     def observed_publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
-        assert version != 1 or trains.wait(60.0), "version 2 trains before version 1 is published"
+        assert version != 2 or trains.wait(60.0), "version 3 trains before version 2 is published"
         publish(self, incarnation, version, *more)
         events.append(("published", version))
 
@@ -105,11 +109,13 @@ def test_a_version_is_published_while_the_next_one_trains_and_before_the_next_sn
     monkeypatch.setattr(Learner, "train", observed_train)
     monkeypatch.setattr(Buffer, "publish", observed_publish)
     monkeypatch.setattr(WeightSender, "snapshot", observed_snapshot)
+    monkeypatch.setattr(Learner, "export", observed_export)
     assert train(recipe, redis_url)
     for version in range(5):
         assert events.index(("snapshot", version)) < events.index(("published", version))
         if version:
             assert events.index(("published", version - 1)) < events.index(("snapshot", version))
+    assert events.index(("exported", 2)) < events.index(("trains", 3)) < events.index(("published", 2))
     assert [line["step"] for line in lines_of(recipe)] == [1, 2, 3, 4]
 
 

@@ -43,8 +43,10 @@ from tests.support.training_groups import make_payloads
 
 MakeLearner = Callable[..., Learner]
 Sizes = Sequence[tuple[int, int]]
-"""(number of the prompt, number of tokens after it) of each row; prompt n has n + 1 tokens."""
-MIXED = [(2, 3), (0, 5), (2, 8), (5, 1), (2, 1), (5, 30), (7, 4), (0, 2)]
+"""(number of the prompt, number of tokens after it) of each row; prompt n has n + 1 tokens. Equal pairs are equal rows,
+but for their loss masks and temperatures.
+"""
+MIXED = [(2, 3), (0, 5), (2, 8), (5, 1), (2, 1), (5, 30), (7, 4), (0, 2), (2, 8), (5, 30), (2, 8)]
 
 
 def make_rows(sizes: Sizes, seed: int = 0) -> list[TrainingRow]:
@@ -53,7 +55,8 @@ def make_rows(sizes: Sizes, seed: int = 0) -> list[TrainingRow]:
     rows = []
     for prompt, num_rest in sizes:
         first = np.random.default_rng([7, prompt]).integers(3, 98, prompt + 1)
-        ids = np.concatenate([first, random.integers(3, 98, num_rest)]).astype(np.int32)
+        rest = np.random.default_rng([seed, prompt, num_rest]).integers(3, 98, num_rest)
+        ids = np.concatenate([first, rest]).astype(np.int32)
         loss_mask = np.r_[np.zeros(prompt + 1), 1, random.random(num_rest - 1) < 0.7].astype(np.uint8)
         segment = Segment(ids, -random.random(len(ids)).astype(np.float32), loss_mask, ())
         rows.append(TrainingRow(segment, float(random.choice([0.7, 1.0])), random.random(len(ids)).astype(np.float32)))
@@ -69,13 +72,15 @@ sizes_of_rows = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_s
 
 
 @given(sizes=sizes_of_rows, seed=st.integers(0, 99))
-def test_a_line_holds_each_shared_prompt_once_and_every_row_at_its_positions(sizes: Sizes, seed: int) -> None:
+def test_a_line_holds_each_prompt_and_each_rest_once_and_every_row_at_its_positions(sizes: Sizes, seed: int) -> None:
     rows = make_rows(sizes, seed)
     padded, shared = stack(rows, CPU), stack(rows, CPU, packing="shared")
     assert shared.shared is not None
     prompts = {prompt: prompt + 1 for prompt, _ in sizes}
-    rests = [num_inputs(row) - prompt - 1 for row, (prompt, _) in zip(rows, sizes, strict=True)]
-    assert shared.ids_BT.shape == (1, sum(prompts.values()) + sum(rests) or 1)
+    rests = {
+        (prompt, *row.segment.ids[prompt + 1 : num_inputs(row)]) for row, (prompt, _) in zip(rows, sizes, strict=True)
+    }
+    assert shared.ids_BT.shape == (1, sum(prompts.values()) + sum(len(rest) - 1 for rest in rests) or 1)
     for number, row in enumerate(rows):
         columns = shared.shared.columns(number, np.arange(num_inputs(row)))
         assert shared.ids_BT[0, columns].tolist() == row.segment.ids[: num_inputs(row)].tolist()
@@ -256,8 +261,8 @@ def test_only_the_prompt_before_the_first_loss_token_is_shared() -> None:
     masks = [np.array(mask, np.uint8) for mask in ([0, 0, 1, 1, 1], [0, 0, 1, 0, 1], [0, 0, 0, 1, 1])]
     rows = [Segment(ids, np.zeros(5, np.float32), mask, ()) for mask in masks]
     shared = SharedPrompts.of(rows, CPU)
-    assert shared.ids_T.tolist() == [5, 6, 7, 8, 7, 8, 5, 6, 7, 8]
-    assert shared.positions_BT[0].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 2, 3]
+    assert shared.ids_T.tolist() == [5, 6, 7, 8, 5, 6, 7, 8]
+    assert shared.positions_BT[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.gpu
