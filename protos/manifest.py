@@ -12,7 +12,9 @@ from typing import Any
 from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
+DIGEST_FORMAT = "2:"
+"""Begins the digest of a version. Digests of other formats cannot be compared with it."""
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Name suffixes of the two factors of an adapted matrix."""
 ALIGNMENT = 16
@@ -65,15 +67,16 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> WeightManifest:
-    """Decodes the output of `encode_manifest`. Raises SchemaVersionError if a newer Tandem wrote it, and DataError if
-    the bytes are not a manifest, or a tensor does not lie inside its bucket.
+    """Decodes the output of `encode_manifest`. Raises SchemaVersionError if another schema was encoded, as its digests
+    may differ, and DataError if the bytes are not a manifest, or a tensor does not lie inside its bucket.
     """
     try:
         values = json.loads(data)
         version = int(values.pop("schema_version"))
-        if version > MANIFEST_VERSION:
+        if version != MANIFEST_VERSION:
             raise SchemaVersionError(
-                f"weight manifest has schema version {version}, this software reads up to {MANIFEST_VERSION}"
+                f"weight manifest has schema version {version}, this software reads {MANIFEST_VERSION}: "
+                "trainer and samplers must be of one release"
             )
         buckets = _buckets(values.pop("buckets"))
         if adapters := values.pop("adapters", None):
@@ -122,8 +125,10 @@ def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
 
 
 def weights_digest(manifest: WeightManifest) -> str:
-    """One hex digest of all weights of a version. The buckets of a version with adapters must not include its base."""
+    """One digest of all weights of a version, in hex after its format. The buckets of a version with adapters must not
+    include its base.
+    """
     joined = hashlib.blake2b(digest_size=16)
     for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:
         joined.update(bytes.fromhex(bucket.digest))
-    return joined.hexdigest()
+    return DIGEST_FORMAT + joined.hexdigest()

@@ -1,8 +1,9 @@
 """Receiver of weight updates. A thread receives and checks a version while the engine samples; then it is applied.
 
-Staging takes memory for one copy of the weights on the worker's device. `ipc` needs none and reads the trainer's.
-When only adapters are sent, the thread merges them into the base weights and stages the result. When differences are
-sent, the thread applies them to a copy of the last version that it keeps in host memory.
+Staging takes memory for one copy of the weights on the worker's device; host memory of buckets is used again. `ipc`
+needs none and reads the trainer's. When only adapters are sent, the thread merges them into the base weights and stages
+the result. When differences are sent, the thread applies them to a copy of the last version that it keeps in host
+memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,10 +36,12 @@ from tandem.protos.weight_group import (
     import_cuda_bucket,
 )
 from tandem.rollout.base_weights import BaseWeights, check_factors
+from tandem.rollout.bucket_memory import BucketMemory
 from tandem.rollout.sampler import TransferProgress
 
 _Arrivals = Iterator[tuple[BucketSpec, torch.Tensor, BucketDigest | None]]
 """Buckets, or differences, as they arrived, and what is known of their digests."""
+Named = Iterator[tuple[str, torch.Tensor]]
 Staged = list[Any]  # names and tensors, or what an engine makes of them
 
 
@@ -82,7 +86,7 @@ class StagedReceiver:
     If a bucket fails its digest or the sender is gone, the whole version is dropped. `expected` maps the names of the
     model's parameters to their shapes; a manifest with other tensors is refused before any bucket is received. None
     skips that check. `folder` may hold the base of adapters. `load` turns the tensors of a version, beside the running
-    engine, into what `take` returns.
+    engine, into what `take` returns. It reads them while they arrive; memory that it keeps no tensor of is used again.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class StagedReceiver:
         expected: Mapping[str, tuple[int, ...]] | None,
         optional: frozenset[str],
         folder: Path | None = None,
-        load: Callable[[list[tuple[str, torch.Tensor]]], Staged] = list,
+        load: Callable[[Named], Staged] = list,
     ) -> None:
         self._device = device
         self._rank = rank
@@ -104,6 +108,7 @@ class StagedReceiver:
         self._load = load
         self._staged: Staged = []
         self._held: _Held | None = None
+        self._memory = BucketMemory()
 
     def start_join(
         self, address: Mapping[str, Any], first_rank: int, store: Sequence[Any], timeout_seconds: float
@@ -159,13 +164,27 @@ class StagedReceiver:
                 self._held = _Held((manifest.incarnation, manifest.policy_version), self._held.buckets)
             return
         self._check_names(manifest)
+        arrived = self._arriving(transfer, manifest, group_name)
+        tensors: Named = arrived
+        if manifest.adapters is not None:
+            tensors = iter(self._base.merged(manifest.adapters, dict(arrived), self._device))
+        try:
+            loaded = self._load(tensors)
+        finally:
+            deque(arrived, maxlen=0)  # a member that stops reading breaks the group for all others
+        if self._transfer is transfer:  # otherwise a newer transfer has replaced it
+            self._staged = loaded
+
+    def _arriving(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> Named:
+        """The tensors of each bucket whose digest is right. Raises WeightTransferError after the last bucket if the
+        digest of one is wrong, and no tensor follows that bucket.
+        """
         held, self._held = self._held, None  # differences change its bits before they are checked
         if manifest.base is None:
             held = None  # frees its memory for the buckets that arrive
         kept: list[torch.Tensor] = []
         sources = {"disk": self._from_disk, "ipc": self._from_ipc}
         arrivals = sources.get(manifest.backend, self._from_group)(transfer, manifest, group_name)
-        arrived: list[tuple[str, torch.Tensor]] = []
         fault: WeightTransferError | None = None
         for number, (spec, message, digest) in enumerate(arrivals):
             bucket = f"bucket {number + 1} of {len(manifest.buckets)} by {manifest.backend}"
@@ -174,23 +193,19 @@ class StagedReceiver:
                 buffer = _whole(spec, number, message, manifest, held)
                 transfer.progress["digests"].append(check_bucket(spec, buffer, place=place, digest=digest))
             except WeightTransferError as error:
-                fault = fault or error  # keep receiving: a member that stops reading breaks the group for all others
+                fault = fault or error
+                continue
+            if fault is not None:
                 continue
             is_kept = manifest.encoding == "delta"
             if is_kept:
                 kept.append(buffer)
             # A model may write to the tensors that it loads, so it gets a copy of what is kept.
-            staged = buffer if manifest.adapters else buffer.to(self._device, copy=is_kept)
-            arrived += bucket_tensors(spec, staged)
+            yield from bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device, copy=is_kept))
         if fault is not None:
             raise fault
         if kept:
             self._held = _Held((manifest.incarnation, manifest.policy_version), kept)
-        if manifest.adapters is not None:
-            arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
-        loaded = self._load(arrived) if arrived else []
-        if self._transfer is transfer:  # otherwise a newer transfer has replaced it
-            self._staged = loaded
 
     def _check_names(self, manifest: WeightManifest) -> None:
         if manifest.adapters is not None:
@@ -214,7 +229,8 @@ class StagedReceiver:
         if group is None or group.address.group_name != group_name:
             raise WeightTransferError(f"this sampler is not in weight group {group_name}; it must join first")
         for spec in manifest.buckets:
-            buffer, digest = empty_bucket(spec, group.device), None
+            on_cpu = group.device.type == "cpu"
+            buffer, digest = self._memory.lend(spec) if on_cpu else empty_bucket(spec, group.device), None
             try:
                 size = len(buffer)
                 if manifest.encoding == "delta":
@@ -233,7 +249,7 @@ class StagedReceiver:
     def _from_disk(self, _: _Transfer, manifest: WeightManifest, _group: str) -> _Arrivals:
         for number, spec in enumerate(manifest.buckets):
             file = Path(manifest.location) / bucket_file(number)
-            buffer = empty_bucket(spec, torch.device("cpu"))
+            buffer = self._memory.lend(spec)
             try:
                 with safe_open(file, framework="pt") as opened:
                     fill_bucket(spec, {tensor.name: opened.get_tensor(tensor.name) for tensor in spec.tensors}, buffer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +24,13 @@ from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, wei
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    DIGEST_BYTES,
+    BucketDigest,
     WeightGroup,
     append_digest,
     bucket_tensors,
     copy_to_bucket,
     empty_bucket,
     export_cuda_bucket,
-    fill_bucket,
 )
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import Gather
@@ -143,7 +142,7 @@ class WeightSender:
             return manifest
         if self._base_buffers is None:  # for samplers that lack the base
             base = self._filled(self._base, self._adapters.gather_base, self._device)
-            held = [(spec, buffer.to(_CPU)) for spec, buffer in base]
+            held = [(_with_digest(spec, buffer), buffer.to(_CPU)) for spec, buffer in base]
             self._base = tuple(spec for spec, _ in held) or self._base
             self._base_buffers = tuple(buffer for _, buffer in held)
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
@@ -184,7 +183,7 @@ class WeightSender:
     def digest(self) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
         manifest = self.manifest(0, 0, "gloo")
-        buckets = tuple(spec for spec, _ in self._filled(manifest.buckets, self._gather, _CPU))
+        buckets = tuple(_with_digest(*filled) for filled in self._filled(manifest.buckets, self._gather, _CPU))
         return weights_digest(replace(manifest, buckets=buckets)) if self._source.rank == 0 else ""
 
     def broadcast(
@@ -204,14 +203,16 @@ class WeightSender:
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
+        filled: Iterable[tuple[BucketSpec, torch.Tensor]]
         if snapshot is None:
             filled = self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU)
         else:
-            filled = _with_digests(manifest.buckets, snapshot)
+            filled = zip(manifest.buckets, snapshot, strict=True)
         for spec, buffer in filled:
+            digest = BucketDigest(buffer[: spec.num_bytes])
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
-                    self._send(self._group, manifest, len(buffers), buffer, deadline)
+                    self._send(self._group, manifest, len(buffers), buffer, digest, deadline)
                 except WeightTransferError as error:
                     self.close()
                     fault = error
@@ -219,7 +220,7 @@ class WeightSender:
                 self.sent_bytes += len(buffer)
             if exported:
                 self._exported.append(buffer)
-            specs.append(spec)
+            specs.append(_with_digest(spec, buffer, digest))
             buffers.append(_in_host_memory(buffer))
         if self._source.rank != 0:
             return manifest
@@ -238,33 +239,50 @@ class WeightSender:
         return sent
 
     def _send(
-        self, group: WeightGroup, manifest: WeightManifest, number: int, buffer: torch.Tensor, deadline: float
+        self,
+        group: WeightGroup,
+        manifest: WeightManifest,
+        number: int,
+        buffer: torch.Tensor,
+        digest: BucketDigest,
+        deadline: float,
     ) -> None:
-        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller."""
-        message = buffer
+        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller. Over gloo the
+        digest of a whole bucket is computed while parts of it are on their way.
+        """
+        spec, message = manifest.buckets[number], buffer
         if manifest.base is not None:
             assert manifest.base == self.base, "the samplers hold the copy"
+            append_digest(spec, buffer, digest)
             started = time.perf_counter()
-            num_bytes = len(buffer) - DIGEST_BYTES
-            held = self.copy.buffers[number][:num_bytes].numpy()
-            delta = encode_delta(manifest.buckets[number], held, buffer[:num_bytes].numpy())
+            held = self.copy.buffers[number][: spec.num_bytes].numpy()
+            delta = encode_delta(spec, held, buffer[: spec.num_bytes].numpy())
             if delta is not None:
-                message = torch.cat([torch.from_numpy(delta), buffer[num_bytes:]])
+                message = torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]])
             self.encode_seconds += time.perf_counter() - started
-        _send_message(group, message, manifest, deadline - time.monotonic())
+        elif group.address.backend != "gloo":
+            append_digest(spec, buffer, digest)
+
+        def digest_part(end: int) -> None:
+            digest.advance(end)
+            if end > spec.num_bytes:  # the digest itself is sent next
+                append_digest(spec, buffer, digest)
+
+        part = digest_part if message is buffer else None
+        _send_message(group, message, manifest, deadline - time.monotonic(), part)
         self.sent_bytes += len(message)
 
     def _filled(
         self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device
     ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
-        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket, with its digest."""
+        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket, without its digest."""
         for spec in buckets:
             with gather([tensor.name for tensor in spec.tensors]) as tensors:
                 if self._source.rank != 0:
                     continue
                 buffer = empty_bucket(spec, device)
-                digest = fill_bucket(spec, tensors, buffer)
-            yield replace(spec, digest=digest), buffer
+                copy_to_bucket(spec, tensors, buffer)
+            yield spec, buffer
 
     def release(self) -> None:
         """Rank 0: frees the GPU memory shared by `ipc`, once every sampler has answered or was left out."""
@@ -332,17 +350,22 @@ class WeightSender:
         return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
 
 
-def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:
+def _send_message(
+    group: WeightGroup,
+    message: torch.Tensor,
+    manifest: WeightManifest,
+    timeout_seconds: float,
+    each_part: Callable[[int], None] | None = None,
+) -> None:
     seconds = max(timeout_seconds, 0.001)
     if manifest.encoding == "delta":
         group.broadcast_size(len(message), seconds)
-    group.broadcast(message, seconds)
+    group.broadcast(message, seconds, each_part)
 
 
-def _with_digests(buckets: Sequence[BucketSpec], snapshot: WeightSnapshot) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
-    """Every bucket of a snapshot, with its digest."""
-    for spec, buffer in zip(buckets, snapshot, strict=True):
-        yield replace(spec, digest=append_digest(spec, buffer)), buffer
+def _with_digest(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest | None = None) -> BucketSpec:
+    """Appends the digest to a filled bucket, and returns the spec with it."""
+    return replace(spec, digest=append_digest(spec, buffer, digest))
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

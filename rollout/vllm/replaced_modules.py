@@ -39,8 +39,8 @@ def can_be_replaced(model: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def load_beside(model: nn.Module, tensors: list[tuple[str, torch.Tensor]], *, tied: bool) -> list[Replacement]:
-    """Loads a full set of Hugging Face tensors for a model that `can_be_replaced`, and empties the list.
+def load_beside(model: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], *, tied: bool) -> list[Replacement]:
+    """Loads a full set of Hugging Face tensors for a model that `can_be_replaced`.
 
     `tied`: the head shares the embedding's parameter.
     """
@@ -49,7 +49,7 @@ def load_beside(model: nn.Module, tensors: list[tuple[str, torch.Tensor]], *, ti
     with torch.no_grad():
         pairs = _Copies(tied).of(model)
         loaded = pairs[-1][1]
-        loaded.load_weights(_consumed(tensors))  # type: ignore[operator]
+        loaded.load_weights(tensors)  # type: ignore[operator]
         for running, module in pairs:
             method = getattr(module, "quant_method", None)
             if module is not running and isinstance(method, QuantizeMethodBase):
@@ -112,13 +112,6 @@ class _Copies:
             empty.__dict__[name] = MethodType(value.__func__, owner) if isinstance(value, MethodType) else value
         self._parameters[id(parameter)] = empty
         return empty
-
-
-def _consumed(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frees each bucket once its tensors are loaded."""
-    tensors.reverse()
-    while tensors:
-        yield tensors.pop()
 
 
 def _changes(running: nn.Module, loaded: nn.Module) -> dict[str, object]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
+from tandem.protos.manifest import DIGEST_FORMAT
 from tandem.services.command_line import print_text, run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
@@ -66,6 +67,12 @@ class Replay:
         self._start, self._checkpoint, self._versions = find_start(folder)
         lines = JsonLines(folder / METRICS_FILE).read()
         self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
+        for version in self._versions:
+            if not self._digests.get(version, DIGEST_FORMAT).startswith(DIGEST_FORMAT):
+                raise DataError(
+                    f"an earlier release computed the digest of version {version} in another way: replay {folder} with "
+                    "that release"
+                )
         self._learner, self._sender = make_learner(recipe)
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightManifest
-from tandem.protos.weight_group import DIGEST_BYTES, BucketDigest, WeightGroup, bucket_digest
+from tandem.protos.weight_group import DIGEST_BYTES, WeightGroup
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
@@ -134,7 +132,9 @@ def test_a_damaged_difference_is_refused_and_whole_weights_follow(
 @pytest.mark.parametrize("num_receivers", [1, 2, 5])
 def test_a_chain_delivers_large_and_small_buckets_to_every_rank(num_receivers: int) -> None:
     source = Tensors()
-    source.tensors["large"] = torch.arange(1_500_000, dtype=torch.float32)  # three parts
+    part = (4 << 20) // 4
+    for size in (2 * part + 70_000, part, part - 4):  # in the last one, a part ends inside the digest
+        source.tensors[f"large-{size}"] = torch.arange(size, dtype=torch.float32)
     sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY)
     receivers = [StagedReceiver(CPU, 0, None, frozenset()) for _ in range(num_receivers)]
     group = connected(sender, receivers)
@@ -146,15 +146,5 @@ def test_a_chain_delivers_large_and_small_buckets_to_every_rank(num_receivers: i
         for receiver in receivers:
             assert wait(receiver)["error"] is None
             assert equal(receiver.take(), source)
-        source.tensors["large"] += 1
+        source.tensors[f"large-{part}"] += 1
     sender.close()
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 20_000), st.lists(st.integers(0, 200_000), max_size=6))
-def test_a_digest_does_not_depend_on_how_the_bytes_arrive(words: int, ends: list[int]) -> None:
-    bytes_ = torch.arange(8 * words).to(torch.uint8)
-    digest = BucketDigest(bytes_)
-    for end in ends:
-        digest.advance(end)
-    assert digest.finish() == bucket_digest(bytes_)

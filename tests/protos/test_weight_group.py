@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
@@ -30,7 +30,6 @@ from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
     WeightGroup,
-    bucket_digest,
     bucket_tensors,
     check_bucket,
     empty_bucket,
@@ -175,8 +174,9 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
 
 def test_inconsistent_manifests_are_refused(pair: Pair) -> None:
     data = encode_manifest(pair.sender.manifest(1, 3, "gloo"))
-    with pytest.raises(SchemaVersionError, match="99"):
-        decode_manifest(data.replace(b'"schema_version":3', b'"schema_version":99'))
+    for other in (b"3", b"99"):
+        with pytest.raises(SchemaVersionError, match=f"{other.decode()}, this software reads 4: .* of one release"):
+            decode_manifest(data.replace(b'"schema_version":4', b'"schema_version":' + other))
     with pytest.raises(DataError, match="does not fit"):
         decode_manifest(data.replace(b'"offset":0', b'"offset":4096'))
     no_base = [data.replace(b'"base":null', b'"base":' + text) for text in (b"[1]", b"[1,2,3]", b'["1","2"]', b"7")]
@@ -186,39 +186,6 @@ def test_inconsistent_manifests_are_refused(pair: Pair) -> None:
             decode_manifest(broken)
     with pytest.raises(DataError, match="complex64"):
         plan_buckets([("p", "complex64", (2,))], 100)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 200_000), st.data())
-def test_a_digest_changes_with_any_bit(words: int, data: st.DataObject) -> None:
-    bytes_ = torch.randint(
-        0, 256, (8 * (words + 1),), dtype=torch.uint8, generator=torch.Generator().manual_seed(words)
-    )
-    before = bucket_digest(bytes_)
-    assert len(before) == DIGEST_BYTES and bucket_digest(bytes_.clone()) == before
-    place = data.draw(st.integers(0, len(bytes_) - 1))
-    changed = bytes_.clone()
-    changed[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert bucket_digest(changed) != before
-    assert bucket_digest(torch.cat([bytes_, torch.zeros(8, dtype=torch.uint8)])) != before, "length counts"
-
-
-def test_a_digest_is_the_one_of_earlier_releases() -> None:
-    numbers = torch.arange(37 * 4096 + 7)
-    words = (numbers * -7046029254386353131) ^ (numbers << 40)
-    expected = "1bab8c8c6edb8956c07b266dbd1c211dac384636a6f1ba661e7dd0e2f0ec79bd"
-    assert bucket_digest(words.view(torch.uint8)).hex() == expected, "a replay compares digests that runs have written"
-
-
-def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
-    weights = torch.randn(8, 4096 * 2)
-    flipped = weights.clone()
-    flipped[1:3, 1] *= -1  # flips the top bits of two words of one column, which a plain weighted sum would miss
-    swapped = weights[[0, 2, 1, 3, 4, 5, 6, 7]]
-    beside = weights.clone()
-    beside[1, 1:4:2] *= -1  # and of two words of one row
-    versions = (weights, flipped, beside, swapped)
-    assert len({bucket_digest(each.contiguous().view(-1).view(torch.uint8)) for each in versions}) == 4
 
 
 def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:

@@ -81,6 +81,13 @@ def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: 
     assert "version 2 differs" in capsys.readouterr().out
 
 
+def test_digests_of_an_earlier_release_are_refused_before_training(copied: Path) -> None:
+    metrics = copied / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"2:', '"'))
+    with pytest.raises(DataError, match=r"computed the digest of version 1 in another way: replay .* with that"):
+        replay.main(copied)
+
+
 def test_an_export_of_another_version_is_detected(
     copied: Path, trained: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
