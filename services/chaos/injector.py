@@ -1,7 +1,8 @@
 """Brings the faults of a schedule over a run, and checks meanwhile that nothing is lost.
 
 A fault comes once its version is published and what it hits works. Faults of different services, and of Redis, overlap.
-Those that may end the run, of the disk and the supervisor, wait until everything works, and the next one waits for them.
+Those of the disk and the supervisor, which may end the run, wait until everything works, and the next fault waits for
+them.
 """
 
 from __future__ import annotations

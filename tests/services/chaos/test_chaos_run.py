@@ -13,17 +13,27 @@ from tandem.services.commands.status import ledger_of
 from tandem.trainer.batch.record import record_folder
 from tests.support.whole_run import WholeRun, processes_of
 
-TOTAL, P, FAULTS = 40, 4, 12
+TOTAL, P, FAULTS = 26, 4, 12
 SEED = 2081  # its faults are short, and hit every service
+SCORER = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.025)  # a batch takes 0.4 s, so that the faults come while the run goes on
+    return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
+"""
 KINDS = ["kill", "stop", "cut", "slow", "redis-loss"]
 
 
 @pytest.mark.timeout(240)
 def test_twelve_faults_over_all_services_lose_no_group_and_train_none_twice(tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(SCORER)
     run = WholeRun(
         tmp_path,
         run={"run_id": "whole", "total_batches": TOTAL, "groups_per_batch": P, "staleness_budget": 2},
         rollout={"engine": "transformers", "samples_per_prompt": 4, "max_response_tokens": 24},
+        reward={"scorer": f"{scorer}:compute_score"},
         trainer={"learning_rate": 1e-3, "checkpoint_every": 8},
     )
     result = tmp_path / "chaos.json"
