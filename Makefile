@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy check protos docs lock
+.PHONY: help setup demo test test-system test-deploy chaos check protos docs lock
 .PHONY: bench bench-startup bench-reward bench-sampler bench-fleet bench-trl bench-size gpu-proof staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
@@ -29,6 +29,9 @@ test-system: setup  ## whole runs with real processes: recipes, replays, kills
 
 test-deploy: setup  ## compose, Ray, Helm, several hosts, dashboard, metrics, scaling, security
 	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
+
+chaos: setup  ## 200 random faults over a run of the demo's model: an hour (writes JSON; ARGS="--faults 20")
+	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute
 	@$(MAKE) --no-print-directory -k -j2 -O \

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tandem.services.command_line import argument, command, console, option, read_secret_files, run_service_command
+from tandem.services.commands.chaos import chaos_app
 from tandem.services.commands.ledger import ledger_app
 from tandem.services.commands.operate import operate_app
 from tandem.services.commands.reward import reward_app
@@ -34,6 +35,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
 app.add_typer(ledger_app)
 app.add_typer(operate_app)
+app.add_typer(chaos_app)
 
 
 RecipeArgument = Annotated[Path, argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.")]

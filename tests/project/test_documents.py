@@ -24,7 +24,7 @@ from tests.trainer.test_kl import ESTIMATORS
 PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
-        *("architecture", "algorithms", "dashboard", "metrics", "plugins"),
+        *("architecture", "algorithms", "chaos", "dashboard", "metrics", "plugins"),
         *("reward", "sandbox", "scaling", "security", "speed"),
     )
 ]
@@ -61,8 +61,8 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
 def test_there_are_commands_to_check() -> None:
     assert len(COMMANDS) >= 8
     known = (
-        "certs checkpoint config dashboard data demo doctor drain eval health ledger pause plan repair replay report "
-        "resume reward run scale serve sft status stop takeover token"
+        "certs chaos checkpoint config dashboard data demo doctor drain eval health ledger pause plan repair replay "
+        "report resume reward run scale serve sft status stop takeover token"
     )
     assert known.split() == sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
