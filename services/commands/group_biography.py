@@ -145,9 +145,10 @@ def _training(folder: Path, batch: TrainBatch) -> Told:
 
 
 def _drop(buffer: Buffer, folder: Path, group_id: str, reason: str) -> str:
-    kept: Mapping[str, str] = buffer.set_aside()
-    if group_id in kept:
-        return f"{kept[group_id]}; set aside, so no later epoch admits its row"
+    if why := buffer.set_aside().get(group_id):
+        return f"{why}; set aside, so no later epoch admits its row"
+    if suspected := buffer.connection.hash("suspected").get(group_id.encode()):
+        return f"{suspected.decode(errors='replace')}; set aside once another group is scored"
     files = sorted((folder / REJECTED_FOLDER).glob(f"*/{group_id}.*"))
     if files:
         return f"{reason}, while batch {int(files[0].parent.name)} was filled; its answers are in {files[0]}"

@@ -41,7 +41,7 @@ def show_ledger(folder: Path, console: Console, *, with_folder: bool, as_json: b
     sound = "sound: admitted = the sum over all states" + (", and the folder holds the same" if with_folder else "")
     print_line(console, "\n".join([f"note: {note}" for note in found.notes] + (_marked(violations) or [sound])))
     if counts["set_aside"]:
-        print_line(console, f"{counts['set_aside']} prompts are set aside: `tandem ledger {folder} --dropped`")
+        print_line(console, f"prompts set aside: {counts['set_aside']}, see `tandem ledger {folder} --dropped`")
     return 1 if violations else 0
 
 

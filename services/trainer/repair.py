@@ -17,7 +17,8 @@ from pathlib import Path
 from tandem.protos.errors import DeadlineError, RunExistsError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.rollback import run_to_end
-from tandem.services.run.folder import EXPORTS_FOLDER, resume_command, running
+from tandem.services.config import load_resolved
+from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, external_redis_url, resume_command, running
 from tandem.services.run.resume import from_its_weights
 from tandem.services.trainer.folder_check import compare_with_folder
 from tandem.services.trainer.recovery import (
@@ -57,8 +58,9 @@ class Plan:
 def not_running(buffer: Buffer, folder: Path) -> Iterator[None]:
     """Keeps a trainer from starting in the folder. Raises RunExistsError if the run is running."""
     refusal = RunExistsError(f"{folder}: a run is not repaired while it runs; stop it by `tandem stop {folder}`")
-    # A supervisor holds the folder, and its Redis. Services that were started one by one send heartbeats.
-    if running(folder) is not None or any(_heartbeats(buffer)):
+    # The embedded Redis is that of the supervisor, or was started for this command alone.
+    is_external = bool(external_redis_url(load_resolved(folder / CONFIG_FILE)))
+    if running(folder) is not None or (is_external and any(_heartbeats(buffer))):
         raise refusal
     try:
         with trainer_lock(folder, _LOCK_SECONDS):

@@ -103,7 +103,7 @@ class WholeRun:
         return Counter(group.group_id for groups in self.records().values() for group in groups)
 
     def ledger(self) -> dict[str, Any]:
-        done = self.tandem("ledger", str(self.folder), "--json", deadline=60)
+        done = self.tandem("ledger", str(self.folder), "--verify", "--json", deadline=60)
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(json.loads(done.stdout))
 

@@ -127,12 +127,15 @@ def test_status_of_a_finished_run_prints_the_summary_of_the_run_started_last(tan
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(dump_recipe(recipe_of(values, run={"folder": str(folder)})))
         (folder / "summary.json").write_text(
-            json.dumps({"final_accuracy": 0.875, "train_steps": 40, "groups": {"trained": 80}})
+            json.dumps(
+                {"final_accuracy": 0.875, "groups": {"trained": 80}, "set_aside": {"0-7": "crashed: ValueError"}}
+            )
         )
         os.utime(folder / "config.json", (age, age))
     done = tandem("status", cwd=tmp_path)
     assert done.returncode == 0 and "older" not in done.stdout
     assert all(words in done.stdout for words in ("runs/newer: finished", "0.875", "trained", "80"))
+    assert "set aside: group 0-7: crashed: ValueError\n" in done.stdout
 
 
 def test_config_prints_the_resolved_recipe_or_explains_every_key(tandem: Tandem, recipe: Path) -> None:

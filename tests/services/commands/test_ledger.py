@@ -312,6 +312,7 @@ def test_dropped_groups_are_listed_with_reason_row_and_error(run: Killed) -> Non
         failing, other = sorted(ring.claim(run.buffer, "prompts", 2), key=lambda claim: claim.group_id)
         run.buffer.release(failing, "crashed", "data", "ValueError: [bad] row")
         run.buffer.release(other, "shutdown", "voluntary")
+    assert "[bad] row; set aside once another group is scored" in run.tandem("ledger", "--group", "0-6")[1]
     ring.move(run.buffer, "prompts")
     ring.move(run.buffer, "generated")
     why = "crashed: ValueError: [bad] row"
@@ -322,7 +323,7 @@ def test_dropped_groups_are_listed_with_reason_row_and_error(run: Killed) -> Non
     told = json.loads(run.tandem("ledger", "--dropped", "--json")[1])
     assert told == {"dropped": {"crashed": ["0-6"]}, "set_aside": [{"group": "0-6", "row": row, "why": why}]}
     assert f"{why}; set aside, so no later epoch admits its row" in run.tandem("ledger", "--group", "0-6")[1]
-    assert "1 prompts are set aside: `tandem ledger " in run.tandem("ledger")[1]
+    assert "prompts set aside: 1, see `tandem ledger " in run.tandem("ledger")[1]
 
 
 def test_the_ledger_is_watched_until_the_run_ends(run: Killed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -71,6 +72,7 @@ def test_a_run_is_shown_while_it_runs_and_afterwards(run: Run) -> None:
         ask_info(address.control)
     code, said = run.tandem("ledger", str(run.folder))
     assert code == 0 and "sound" in said
+    assert run.tandem("repair", str(run.folder)) == (0, "nothing to repair\n")
     code, said = run.tandem("status", str(run.folder))
     assert code == 0 and "not running" in said
 
@@ -95,6 +97,8 @@ def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_name
     assert f"go on with: tandem run {run.folder / CONFIG_FILE} --resume" in said and (run.folder / CONFIG_FILE).exists()
     assert all(map(has_ended, pids))
     assert running(run.folder) is None
+    shutil.rmtree(run.folder / "redis")  # as `tandem repair` recommends if it is damaged
+    run.start_run("--resume")
 
 
 def test_an_insecure_run_on_a_public_address_warns_once(run: Run) -> None:
