@@ -2,8 +2,8 @@
 #
 #   sh init.sh USER:GROUP
 #
-# The CA's key stays in a volume of its own. A password is made once. Certificates and the rights of Redis' user, which an
-# upgrade may change, are written anew at every start.
+# The CA's key stays in a volume of its own. A password is made once. Certificates and the rights of Redis' user, which
+# an upgrade may change, are written anew at every start.
 set -eu
 umask 077
 owner=$1

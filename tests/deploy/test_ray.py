@@ -20,15 +20,12 @@ import pytest
 
 from tandem.services.run.folder import running
 from tests.support.processes import MARK, carriers
+from tests.support.programs import needed_package
 from tests.support.strangers import listening_ports
 from tests.support.waiting import eventually
 from tests.support.whole_run import WholeRun, processes_of
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra `ray`)"),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 CRASHES = "/ray.rpc.syncer.RaySyncer/StartSync"
 """Ray 2.60: this call without metadata ends the process that answers it, before it asks for a token. See deploy.md."""
@@ -64,6 +61,11 @@ class RayRun(WholeRun):
 
     def check_ledger(self) -> None:
         assert self.ledger()["violations"] == [] and max(self.instances().values()) == 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    needed_package("ray")
 
 
 @pytest.fixture(scope="module")

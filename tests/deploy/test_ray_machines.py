@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import secrets
 import signal
@@ -13,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.test_two_hosts import PASSWORD, ROLLOUT, RUN, two_hosts
+from tests.support.programs import needed_package
 from tests.support.waiting import eventually
 from tests.support.whole_run import WholeRun
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra `ray`)"),
-]
+pytestmark = pytest.mark.timeout(400)
 
 START = f"{sys.executable} -m ray.scripts.scripts start --block --num-cpus 1 --object-store-memory 80000000"
 WAIT = """
@@ -33,6 +30,7 @@ while sum(node["Alive"] for node in ray.nodes()) < 2:
 
 
 def test_a_run_on_two_machines_of_a_cluster(tmp_path: Path) -> None:
+    needed_package("ray")
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short, two_hosts(tmp_path) as (first, second):
         address, folder = f"{first.address}:6380", tmp_path / "shared"
         folder.mkdir()

@@ -18,7 +18,7 @@ import pytest
 
 from tandem.services.buffer.redis_server import find_redis_server
 from tests.support.paths import ROOT
-from tests.support.programs import needed
+from tests.support.programs import lacking, needed
 from tests.support.waiting import eventually
 from tests.support.whole_run import WholeRun
 
@@ -80,7 +80,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Two network namespaces with a veth pair between them."""
     ip, _ = needed("ip", "nft")
     if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+        lacking("network namespaces need root")
     variables = {"PATH": f"{_programs(folder / 'bin')}:{os.environ['PATH']}", "PASSWORD": PASSWORD}
     variables |= {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
@@ -93,7 +93,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         for name in (first, second):
             made = subprocess.run([ip, "netns", "add", name], capture_output=True, text=True, timeout=10, check=False)
             if made.returncode != 0:
-                pytest.skip(f"this machine makes no network namespaces: {made.stderr.strip()}")
+                lacking(f"this machine makes no network namespaces: {made.stderr.strip()}")
             stack.callback(do, f"netns del {name}")
         do(f"-n {first} link add cable0 type veth peer name cable0 netns {second}")
         hosts = []

@@ -233,7 +233,7 @@ def test_the_table_shows_measured_and_missing_figures(
         assert play(folder) == 0
         said = capsys.readouterr().out
         assert all(words in said for words in expected), said
-        assert f"tandem replay {folder} " in said
+        assert f"tandem replay {folder} " in said and f"open {folder / 'report.html'} in a browser" in said
 
 
 @pytest.mark.deploy
