@@ -142,6 +142,6 @@ def show(result: Result, wanted: int, last_lines: Sequence[str], console: Consol
         failures.append(f"only {len(result.made)} of {wanted} faults were made: {more}")
     for line in failures:
         print_line(console, line)
-    checked = f"the ledger was checked {result.num_checks} times" + ("" if failures else " and was sound")
+    checked = f"the ledger was checked {result.num_checks} times" + ("" if result.violations else " and was sound")
     print_line(console, f"{len(result.made)} faults in {result.seconds:.0f} s; {checked}")
     return bool(failures)
