@@ -117,8 +117,13 @@ def run_recipe(
 
 
 def _start_redis(recipe: Recipe, processes: ProcessGroup, stack: ExitStack) -> str:
-    """Starts the run's own Redis, which is restarted when it dies, and returns its URL."""
-    redis = RedisChild(recipe.folder, report=processes.report, progress=lambda: processes.progress("redis"))
+    """Starts the run's own Redis, which is restarted when it dies or hangs, and returns its URL."""
+    redis = RedisChild(
+        recipe.folder,
+        report=processes.report,
+        progress=lambda: processes.progress("redis"),
+        silence=lambda: processes.redis_silence(),
+    )
     processes.on_poll.append(redis.restart_if_dead)
     return stack.enter_context(redis).url
 
