@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -30,7 +30,7 @@ from tandem.services.run.folder import (
 )
 
 RPC_SECONDS = 5.0
-_WATCH_SECONDS = 3600.0  # of one call; then another one follows
+_HANG_SECONDS = 60.0
 
 
 def show_status(folder: Path, console: Console, *, watch: bool) -> int:
@@ -54,20 +54,39 @@ def show_running(place: ControllerPlace, console: Console) -> None:
 
 def watch_running(place: ControllerPlace, console: Console) -> None:
     """Shows what the controller knows, anew with each change, until the run or the controller ends: on a terminal in
-    place, elsewhere one after the other. Raises UnavailableError if the controller does not answer at all.
+    place, elsewhere one after the other. A controller that has answered once may hang for `_HANG_SECONDS`.
+
+    Raises DeadlineError or UnavailableError if the controller does not answer.
     """
     last: control_pb2.StatusReply | None = None
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+
+        def show(*lines: RenderableType) -> None:
+            if live is None:
+                console.print(*lines, crop=False)
+            else:
+                live.update(Group(*lines), refresh=True)
+
+        answered_at = time.monotonic()
         while last is None or not last.ended:
+            called_at = time.monotonic()
             try:
-                with suppress(DeadlineError), place.stub() as stub:
-                    for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
-                        if live is None:
-                            console.print(_status_view(last), crop=False)
-                        else:
-                            live.update(_status_view(last), refresh=True)
+                with place.stub() as stub:  # each call is answered at once, and then another one follows
+                    for last in stub.Watch(control_pb2.WatchRequest(), timeout=RPC_SECONDS):
+                        answered_at = time.monotonic()
+                        show(_status_view(last))
                         if last.ended:
                             break
+            except DeadlineError:
+                silence = time.monotonic() - answered_at
+                if last is None or silence > _HANG_SECONDS:
+                    raise DeadlineError(
+                        f"the controller at {place.address} has not answered for {silence:.0f} s; is its process "
+                        "stopped, or its machine overloaded?"
+                    ) from None
+                if answered_at < called_at:
+                    waits = f"the controller at {place.address} has not answered for {silence:.0f} s; waits for it"
+                    show(_status_view(last), plain(waits))
             except UnavailableError:
                 if last is None:
                     raise
