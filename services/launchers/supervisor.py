@@ -17,6 +17,7 @@ from tandem.protos.child_environment import HUB_TOKENS
 from tandem.protos.errors import TandemError, UnavailableError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.control.controller import Controller, Lease
@@ -29,7 +30,6 @@ from tandem.services.launchers.process_group import (
     FINISHED,
     INCOMPLETE,
     INTERRUPTED,
-    REDIS_AWAY_SECONDS,
     SERVICE_ORDER,
     ProcessGroup,
 )

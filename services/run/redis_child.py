@@ -41,7 +41,7 @@ class RestartPolicy:
 class RedisChild(AbstractContextManager["RedisChild"]):
     """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies or hangs.
 
-    `progress` grows as its users advance, as in `RestartPolicy.delay`. `silence`: seconds since it answered one of them.
+    `progress` grows as its users advance, as in `RestartPolicy.delay`. `silence`: seconds since it answered a user.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._server.stop(REDIS_STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts a server that died or hangs, at a later call after its delay. Raises EnvironmentLackError on a full disk,
-        UnavailableError at the fifth death in a row.
+        """Restarts a server that died or hangs, at a later call after its delay. Raises EnvironmentLackError on a full
+        disk, UnavailableError at the fifth death in a row.
         """
         if self._server.alive and not self._hangs():
             return
