@@ -58,6 +58,7 @@ class AnswerFaults:
         scored = [item for item, score in zip(items, decided, strict=True) if isinstance(score, Scored)]
         self._note(scorer, decided, scored)
         asked: list[tuple[ScoreItem, list[Score] | None]] = []
+        scores_before = [*decided]
         for number, reason in _suspects(decided).items():
             item = items[number]
             controls, known = next(((found, True) for one, found in asked if _same_question(one, item)), (None, False))
@@ -65,7 +66,7 @@ class AnswerFaults:
                 controls = self._controls(scorer, item, scored, settled, ask, outside)
                 asked.append((item, controls))
             if controls is not None:
-                parts = {**_worst_parts([*decided, *controls], rising), f"{FAULT}{reason}": 1.0}
+                parts = {**_worst_parts([*scores_before, *controls], rising), f"{FAULT}{reason}": 1.0}
                 low, high = self._ranges[scorer]
                 decided[number] = Scored(low if rising else high, parts)
         return decided

@@ -213,6 +213,8 @@ class Sampler(ABC):
         if not len(prompt) or room < 1:
             told = f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
             raise DataError(told)
+        if sampling.max_tokens < 1:
+            raise DataError(f"max_tokens is {sampling.max_tokens}, and an answer has at least one token")
         fitting = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         answer = _Answer(key, trajectory_id, prompt, sampling, unfinished.segments[0] if unfinished else None)
         request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"

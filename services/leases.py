@@ -357,12 +357,14 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._stopping = True
         self._changed.set()
         held = list(self._held.values())
-        await self._worker.collect_unsaved([one for one in held if not one.cancelled.is_set()])
-        for one in held:
-            self._cancel(one)
-        self._worker.interrupt()
-        if tasks := [one.task for one in held if one.task is not None]:
-            await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+        try:
+            await self._worker.collect_unsaved([one for one in held if not one.cancelled.is_set()])
+        finally:
+            for one in held:
+                self._cancel(one)
+            self._worker.interrupt()
+            if tasks := [one.task for one in held if one.task is not None]:
+                await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
 
 
 async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:

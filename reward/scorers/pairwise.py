@@ -45,7 +45,7 @@ class Pairwise(ChatEndpoint):
     only prefers a position yields a tie. Answers with the same text are a tie without being shown. If a comparison
     fails, both answers of the pair are unscored with its reason; the other answers of the group are not affected. An
     answer is itself at fault, and loses every comparison, if the judge's verdict could not be read or the endpoint
-    refused the request in all of its comparisons, while others of the group succeeded.
+    refused the request in all of its comparisons, one of them with an answer that has a comparison that succeeded.
 
     Example:
         >>> judge = Pairwise(base_url="http://127.0.0.1:8000/v1", model="judge")
@@ -171,17 +171,20 @@ def win_rates(
 
 
 def _at_fault(results: Mapping[Pair, float | Unscored]) -> dict[int, Scored]:
-    """The scores of the answers whose comparisons all failed by their content, if other comparisons succeeded."""
-    if all(isinstance(result, Unscored) for result in results.values()):
-        return {}
+    """The scores of the answers whose comparisons all failed by their content, one of them with an answer that has a
+    comparison that succeeded.
+    """
     reasons: defaultdict[int, set[str]] = defaultdict(set)
+    others: defaultdict[int, set[int]] = defaultdict(set)
     for pair, result in results.items():
-        for number in pair:
+        for number, other in (pair, pair[::-1]):
             reasons[number].add(result.reason if isinstance(result, Unscored) else "")
+            others[number].add(other)
+    compared = {number for number, found in reasons.items() if "" in found}
     return {
         number: Scored(0.0, {f"{FAULT}{min(found)}": 1.0})
         for number, found in reasons.items()
-        if found <= {"crashed", "invalid_input"}
+        if found <= {"crashed", "invalid_input"} and others[number] & compared
     }
 
 

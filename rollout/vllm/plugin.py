@@ -87,11 +87,12 @@ def _die_with_parent() -> None:
 
 def _add_rows(core: EngineCoreProc, requests: Sequence[tuple[object, Sequence[tuple[str, int | None]]]]) -> None:
     """Adds requests that differ in id and seed only: each with its (id, seed) pairs. One message for all of them costs
-    less than one each, and their prompts are read in the same step.
+    less than one each, and their prompts are read in the same step. If one cannot be added, none is.
     """
     import msgspec
     from vllm.v1.engine import EngineCoreRequest
 
+    added = []
     for encoded, rows in requests:
         shared = msgspec.convert(encoded, EngineCoreRequest)
         for request_id, seed in rows:
@@ -100,7 +101,9 @@ def _add_rows(core: EngineCoreProc, requests: Sequence[tuple[object, Sequence[tu
             params.seed = seed
             row.sampling_params = params
             row.request_id = row.external_req_id = request_id
-            core.add_request(*core.preprocess_add_request(row))
+            added.append(core.preprocess_add_request(row))
+    for request, wave in added:
+        core.add_request(request, wave)
 
 
 def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, object]) -> None:

@@ -98,7 +98,7 @@ class VllmSampler(Sampler):
             reason = _FINISH_REASONS.get(output.finish_reason, "error")
             return _completion(output.token_ids, output.logprobs, output.weight_versions, reason)
         finally:
-            if not answer.output.done():
+            if not answer.has_result:
                 answer.output.cancel()
                 aborting = asyncio.ensure_future(self._llm.abort(request.request_id, internal=True))
                 await asyncio.wait((aborting,), timeout=_SHUTDOWN_SECONDS)
@@ -211,6 +211,10 @@ class _Answer:
     def __init__(self, request: SamplingRequest) -> None:
         self.request = request
         self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_result(self) -> bool:
+        return self.output.done() and not self.output.cancelled() and self.output.exception() is None
 
     def put(self, output: RequestOutput | Exception) -> None:
         if self.output.done():  # cancelled

@@ -37,7 +37,9 @@ def serve_one(
         die_with_parent(int(supervisor))
         if service == "feed":
             yield_to_others()  # the sampler takes four times as long to start, and later the feed has little to do
-    written = with_automatic_values(load_recipe(recipe_file, overrides), resume=True)
+    written = load_recipe(recipe_file, overrides)
+    if supervisor is not None:
+        written = with_automatic_values(written, resume=True)
     configure_logging(service, run=written.run.run_id, replica=replica if service == "rollout" else None)
     redis_url = redis_url_of(written)
     recipe = with_own_host(written, redis_url)
@@ -51,7 +53,8 @@ def serve_one(
             from tandem.services.run.preflight import check_service
 
             check_service(recipe, service, replica or 0)
-            join_run(written, redis_url, service)
+            written = join_run(written, redis_url, service)
+            recipe = with_own_host(written, redis_url)
             if service == "rollout" and not gpu_ids():
                 os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
         if service == "rollout":

@@ -42,6 +42,7 @@ _LEAVE_SECONDS = 60.0  # to finish its groups; it then gives them back with what
 _LEAVE_POLL_SECONDS = 0.5
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 _COLLECT_SECONDS = 5.0  # to get unfinished answers from the engine, or a third of a short lease
+_LAST_COLLECT_SECONDS = 1.0  # at a stop, when the leases have yet to be released
 _GROWTH = 1.125
 """Unfinished answers are saved when a group has so many times the tokens that were saved. In all, a group's tokens are
 then sent at most 1 / (1 − 1 / 1.125) = 9 times, and once more with each row that finishes between two renewals.
@@ -157,9 +158,9 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         if not groups or not self._partial_rollout:
             return
         try:
-            async with asyncio.timeout(self._collect_seconds):
+            async with asyncio.timeout(_LAST_COLLECT_SECONDS if self.loop.is_stopping else self._collect_seconds):
                 unfinished = await self._engine.unfinished(groups.keys())
-        except (TimeoutError, UnavailableError) as error:
+        except (TimeoutError, TandemError) as error:
             log.warning("the newest tokens of unfinished answers are not saved: %s", error or "the engine is busy")
             return
         for (group_id, number), row in unfinished.items():

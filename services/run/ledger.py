@@ -14,7 +14,7 @@ from tandem.services.run.estimates import job_bytes, worst_case_redis_bytes
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
 from tandem.services.run.inputs import INPUTS_FILE, join_inputs
 from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
-from tandem.services.run.resume import FREE, check_resumable
+from tandem.services.run.resume import FREE, check_resumable, with_automatic_values
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ def forget_run(recipe: Recipe, buffer: Buffer) -> None:
         (recipe.folder / name).unlink(missing_ok=True)
 
 
-def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
-    """Joins a run from a service started with `tandem serve`.
+def join_run(recipe: Recipe, redis_url: str, service: str) -> Recipe:
+    """Joins a run from a service started with `tandem serve`. Returns the recipe with what "auto" stands for in the run
+    of the folder, which may have been created meanwhile.
 
     The feed creates the run if Redis has none with this id; the trainer waits for it. Either saves the recipe in its
     folder, which may be on different machines. Samplers and the reward service do not need the run yet: they wait until
@@ -67,10 +68,11 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
     minutes.
     """
     with closing(Buffer(redis_url, recipe.run.run_id)) as buffer:
+        if service in ("trainer", "controller"):
+            _wait_for_the_feed(buffer)
+        recipe = with_automatic_values(recipe, resume=True)
         if service == "feed":
             _create_or_find(buffer, recipe)
-        elif service in ("trainer", "controller"):
-            _wait_for_the_feed(buffer)
         if service == "trainer":
             if (recipe.folder / CONFIG_FILE).is_file():
                 check_resumable(recipe)
@@ -78,6 +80,7 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
                 _save_recipe(recipe)
         if service != "controller":
             join_inputs(buffer, recipe, service, FREE)
+    return recipe
 
 
 def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:

@@ -77,21 +77,24 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
     wanted = dict(CPU_ENVIRONMENT)
     service, replica = _split(name)
     width, cores = recipe.rollout.tensor_parallel_size, sorted(os.sched_getaffinity(0))
+    threads = {"trainer": recipe.trainer.num_threads, "rollout": recipe.rollout.num_threads}.get(service, "auto")
     if service == "rollout" and recipe.rollout.num_replicas * width > 1:
         workers = range(replica * width, (replica + 1) * width)
         mine = [cores[worker % len(cores)] for worker in workers]
         wanted |= find_engine(recipe.rollout.engine).core_environment(mine)
+    elif service == "rollout" and threads == "auto":
+        del wanted["OMP_NUM_THREADS"]  # the engine chooses
     environment = {key: os.environ.get(key, value) for key, value in wanted.items()}
-    threads = {"trainer": recipe.trainer.num_threads, "rollout": recipe.rollout.num_threads}.get(service, "auto")
     return environment if threads == "auto" else {**environment, "OMP_NUM_THREADS": str(threads)}
 
 
 def automatic_threads(num_workers: int) -> int:
     """The number of threads that `auto` stands for, of each of so many processes on this machine: OMP_NUM_THREADS if it
-    is set, else an equal share of the cores. The trainer and the samplers share them all: one of the two often waits.
+    is set, but not more than there are cores, else an equal share of the cores. The trainer and the samplers share them
+    all: one of the two often waits.
     """
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, num_cores() // max(1, num_workers))
+    given, cores = os.environ.get("OMP_NUM_THREADS", ""), num_cores()
+    return min(int(given), cores) if given.isdigit() and int(given) else max(1, cores // max(1, num_workers))
 
 
 def num_cores() -> int:

@@ -144,6 +144,23 @@ def test_no_answer_escapes_a_built_in_scorer(make_core: Make, tmp_path: Path) ->
         assert score.breakdown[f"{one.data_source}/fault/{fault}"] == 1.0
 
 
+def test_an_answer_judged_alone_gets_nothing_better_than_its_siblings() -> None:
+    """They were scored by another process, whose scores this one has not seen."""
+    lone, siblings = item("hang", "7"), [item("7", "7"), item("8", "7")]
+
+    def ask(asked: Sequence[ScoreItem]) -> list[Score]:
+        values = {"7": 0.5, "8": -0.5}
+        return [
+            Scored(values[one.solution], {"format": values[one.solution] - 0.5})
+            if one.solution in values
+            else Unscored("timeout")
+            for one in asked
+        ]
+
+    decided = AnswerFaults().decide("mine", [lone], [Unscored("timeout")], ask, settled=siblings)
+    assert decided == [Scored(-0.5, {"format": -1.0, "fault/timeout": 1.0})]
+
+
 def test_calls_of_clients_keep_the_reasons(make_core: Make, function: str) -> None:
     core = make_core(scorer=function)
     scores = core.score(core.default, answers("7", "exit"), "calls")

@@ -214,6 +214,14 @@ def test_an_unreadable_verdict_is_not_a_tie() -> None:
     assert [refused(score)[0] for score in scores] == ["crashed"] * 2
 
 
+def test_an_answer_that_met_only_answers_at_fault_is_not_at_fault() -> None:
+    pairs = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)]
+    unreadable: Score = Unscored("crashed")
+    results = [unreadable, unreadable, 1.0, 0.0, unreadable, unreadable]
+    fault = Scored(0.0, {"fault/crashed": 1.0})
+    assert win_rates(6, pairs, results) == [Scored(1.0), fault, Scored(1.0), Scored(0.0), Scored(1.0), fault]
+
+
 @pytest.mark.parametrize(("said", "reason"), [(chat("I cannot say"), "crashed"), (Answer(status=400), "invalid_input")])
 def test_an_answer_with_which_no_comparison_succeeds_loses_all_of_them(said: Answer, reason: str) -> None:
     def answer(asked: Asked) -> Answer:

@@ -201,6 +201,8 @@ def test_a_prompt_that_cannot_be_sampled_is_a_data_error(engine: EngineProcess, 
         sample(engine, 2, prompt)
     with pytest.raises(DataError, match="temperature"):
         sample(engine, 1, temperature=-1.0)
+    with pytest.raises(DataError, match="max_tokens is -1"):
+        sample(engine, 1, max_tokens=-1)
     assert len(sample(engine, 1)) == 1
 
 

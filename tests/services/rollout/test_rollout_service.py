@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tandem.protos.codec import decode_group, encode_group
-from tandem.protos.errors import DataError, UnavailableError
+from tandem.protos.errors import DataError, UnavailableError, WeightTransferError
 from tandem.protos.types import (
     FinishReason,
     Prompt,
@@ -67,6 +67,7 @@ class ToldEngine:
         """Tokens of each unfinished answer, by how often the engine was asked for them."""
         self.collected = 0
         self.collect_seconds = 0.0
+        self.collect_error: Exception | None = None
         self.may_answer: Callable[[str, int], bool] = lambda key, number: True
         self.errors: dict[tuple[str, int], Exception] = {}
         self.aborted: set[int] = set()
@@ -105,6 +106,8 @@ class ToldEngine:
     async def unfinished(self, keys: Collection[str]) -> dict[tuple[str, int], Trajectory]:
         self.collected += 1
         await asyncio.sleep(self.collect_seconds)
+        if self.collect_error is not None:
+            raise self.collect_error
         prompt_ids, sampling = prompt(0).token_ids, prompt(0).sampling
         tokens = self.num_sampled(self.collected)
         return {
@@ -281,11 +284,15 @@ def test_an_unfinished_answer_is_saved_again_once_it_has_grown_and_when_the_samp
     assert len(row.segments[0].ids) - 5 == 1000 + 50 * engine.collected and row.finish_reason == "abort"
 
 
-def test_an_engine_that_is_busy_does_not_keep_a_stop_waiting(buffer: Buffer) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["busy", "failing"])
+def test_an_engine_that_tells_no_unfinished_answers_does_not_keep_a_stop_waiting(buffer: Buffer, fails: bool) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: number == 1
-    engine.collect_seconds = 2 * TIMEOUT
+    if fails:
+        engine.collect_error = WeightTransferError("send_collected_outputs failed inside the engine")
+    else:
+        engine.collect_seconds = 2 * TIMEOUT
     short = CONFIG.model_copy(update={"lease_seconds": 0.9})
     run_worker(buffer, engine, lambda: len(engine.asked) == 3, config=short)
     (claim,) = buffer.claim("prompts", SAMPLER, 1, 10.0, 0)

@@ -27,12 +27,15 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> None:
     monkeypatch.setattr(placement, "gpu_ids", lambda: gpus)
 
 
-def test_services_on_cpus_have_one_thread_if_the_recipe_names_no_number(
+def test_services_on_cpus_have_one_thread_if_neither_recipe_nor_engine_names_a_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = recipe_of(VALUES)
-    for name in ("feed", "rollout-0", "reward", "trainer"):
+    for name in ("feed", "reward", "trainer"):
         assert place(recipe, name) == CPU_ENVIRONMENT
+    assert "OMP_NUM_THREADS" not in place(recipe, "rollout-0"), "the engine of a single sampler chooses"
+    two = recipe_of(VALUES, rollout={"num_replicas": 2})
+    assert place(two, "rollout-1").items() >= CPU_ENVIRONMENT.items()
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert place(recipe, "trainer")["OMP_NUM_THREADS"] == "8", "the user's own value is kept"
 
@@ -49,7 +52,9 @@ def test_processes_of_one_kind_share_the_cores_unless_the_environment_names_a_nu
 ) -> None:
     assert [automatic_threads(number) for number in (0, 1, 2, 3, 4)] == [3, 3, 1, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert automatic_threads(1) == 2
+    assert automatic_threads(3) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert automatic_threads(3) == 3, "not more than there are cores"
 
 
 def test_samplers_side_by_side_get_a_core_for_every_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def test_a_run_may_become_longer_unless_its_learning_rate_decays(values: Values,
 def test_a_resumed_run_keeps_the_threads_that_it_began_with(
     values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     recipe = recipe_of(values)
     began = begun(with_automatic_values(recipe, resume=False))

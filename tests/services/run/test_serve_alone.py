@@ -30,7 +30,7 @@ from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run import ledger as run_ledger
 from tandem.services.run import placement, preflight
 from tandem.services.run.folder import CONFIG_FILE
-from tandem.services.run.ledger import join_run
+from tandem.services.run.ledger import create_ledger, join_run
 from tandem.services.run.resume import with_automatic_values
 from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.paths import ROOT
@@ -123,6 +123,16 @@ def test_a_feed_resumes_a_run_that_was_stopped(recipe: Recipe, redis_url: str, s
         (recipe.folder / CONFIG_FILE).unlink()
     join_run(recipe, redis_url, "feed")
     assert orders.ended() == ""
+
+
+def test_a_trainer_that_waited_for_the_run_has_the_threads_that_the_run_began_with(
+    recipe: Recipe, redis_url: str
+) -> None:
+    assert recipe.trainer.num_threads == "auto"
+    recipe.folder.mkdir()
+    began = with_automatic_values(recipe, resume=False)
+    create_ledger(Buffer(redis_url, recipe.run.run_id), began, resume=False)
+    assert join_run(recipe, redis_url, "trainer").trainer == began.trainer
 
 
 def test_a_service_that_starts_before_the_feed_waits_for_it_to_resume_the_run(
@@ -241,7 +251,8 @@ def test_a_trainer_that_does_not_share_the_feeds_folder_saves_the_recipe(recipe:
     join_run(recipe, redis_url, "feed")
     (recipe.folder / CONFIG_FILE).unlink()
     join_run(recipe, redis_url, "trainer")
-    assert load_resolved(recipe.folder / CONFIG_FILE) == recipe, "`tandem ledger`, `tandem report` find it there"
+    written = with_automatic_values(recipe, resume=True)
+    assert load_resolved(recipe.folder / CONFIG_FILE) == written, "`tandem ledger`, `tandem report` find it there"
     assert (recipe.folder / CONFIG_FILE).stat().st_mode & 0o077 == 0
 
 
@@ -253,7 +264,7 @@ def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> 
     join_run(longer, redis_url, "feed")
     wanted = Buffer(redis_url, recipe.run.run_id).admission().wanted
     assert wanted == 4 * P, "what a resumed run may change is taken over"
-    assert load_resolved(recipe.folder / CONFIG_FILE) == longer
+    assert load_resolved(recipe.folder / CONFIG_FILE) == with_automatic_values(longer, resume=True)
 
 
 def test_a_run_that_redis_has_lost_is_not_created_again(recipe: Recipe, redis_url: str) -> None:
