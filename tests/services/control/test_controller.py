@@ -10,7 +10,14 @@ import pytest
 from rich.console import Console
 
 from tandem.protos import control_pb2
-from tandem.protos.errors import DeadlineError, FencedError, NotAdmittedError, RunExistsError, UserError
+from tandem.protos.errors import (
+    DeadlineError,
+    FencedError,
+    NotAdmittedError,
+    RunExistsError,
+    UnavailableError,
+    UserError,
+)
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.commands import status as status_command
@@ -120,6 +127,22 @@ def test_the_command_says_that_it_waits_for_a_controller_that_hangs_and_gives_up
         with pytest.raises(DeadlineError, match=silent):
             watching.result(SECONDS)
         goes_on.set()
+
+
+def test_the_status_says_that_redis_is_away_without_asking_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def away(call: object) -> None:
+        asked.append("Redis")
+        raise UnavailableError("Redis is away")
+
+    monkeypatch.setattr(served.buffer.connection, "retried", away)
+    eventually(lambda: asked)
+    served.controller._answered_at -= 100.0
+    asked.clear()
+    (warning,) = status_of(served).warnings
+    assert warning.startswith("every service waits for Redis, which has not answered for 10")
+    assert asked in ([], ["Redis"]), "only a heartbeat comes meanwhile"
 
 
 def test_a_checkpoint_is_ordered_by_an_operator_only(served: Served) -> None:
