@@ -67,9 +67,9 @@ def snapshot_of(
 ) -> ProgressSnapshot:
     """A snapshot from the last lines of metrics.jsonl, the last evaluation and what Redis knows."""
     evaluated = {"accuracy": evaluation["accuracy"], "accuracy_step": evaluation["version"]} if evaluation else {}
-    common = {"total": total, "groups": seen.counts, "hung": tuple(hung), **evaluated}
     if not lines:
-        return ProgressSnapshot(waiting=diagnose(seen), **common)
+        waiting = diagnose(seen)
+        return ProgressSnapshot(total=total, groups=seen.counts, hung=tuple(hung), waiting=waiting, **evaluated)
     last, first = lines[-1], lines[0]
 
     def summed(name: str) -> float:
@@ -84,6 +84,7 @@ def snapshot_of(
     trainer_idle, sampler_idle = _ratio(summed("trainer_idle_seconds"), seconds), _ratio(idle, busy + idle)
     return ProgressSnapshot(
         step=int(last["step"]),
+        total=total,
         reward=summed("reward_mean") / len(lines),
         staleness_mean=summed("staleness_mean") / len(lines),
         staleness_max=max(int(line["staleness_max"]) for line in lines),
@@ -93,8 +94,10 @@ def snapshot_of(
         sampler_idle=sampler_idle,
         trainer_idle=trainer_idle,
         waiting=diagnose(replace(seen, trainer_idle=trainer_idle, sampler_idle=sampler_idle)),
+        groups=seen.counts,
+        hung=tuple(hung),
         equal_rewards=_equal_rewards(last),
-        **common,
+        **evaluated,
     )
 
 
