@@ -155,6 +155,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._held: dict[int, Held[LeaseT]] = {}
         self._busy_seconds = 0.0
         self._busy_since = 0.0
+        self._waiting_since = time.monotonic()  # while nothing is held
         self._claiming = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -180,11 +181,16 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         return f"{self.num_held} {self._unit.removesuffix('s')}" + ("s" if self.num_held != 1 else "")
 
     def figures(self) -> dict[str, float]:
-        """Returns sums since the loop was created, and the number of current leases."""
+        """Returns sums since the loop was created, the number of current leases, and how long there has been none."""
         names = ("completed", "requeued", "dropped", "refused", "lost")
         sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
         busy = self._busy_seconds + (time.monotonic() - self._busy_since if self._held else 0.0)
-        now = {f"{self._unit}_held": len(self._held), f"{self._unit}_busy_seconds": busy}
+        waiting = 0.0 if self._held else time.monotonic() - self._waiting_since
+        now = {
+            f"{self._unit}_held": len(self._held),
+            f"{self._unit}_busy_seconds": busy,
+            f"{self._unit}_waiting_seconds": waiting,
+        }
         return {**sums, **now, "outages": self._counts["outages"], **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
@@ -252,7 +258,8 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     def _forget(self, held: Held[LeaseT], task: asyncio.Task[None]) -> None:
         del self._held[held.lease.token]
         if not self._held:
-            self._busy_seconds += time.monotonic() - self._busy_since
+            self._waiting_since = time.monotonic()
+            self._busy_seconds += self._waiting_since - self._busy_since
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)  # a bug, or Redis is gone
         self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Self, TypeVar
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _EXECUTE = f"""
@@ -115,12 +118,16 @@ def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> F
 
 
 class Repeated:
-    """Context manager: a daemon thread makes the call every `seconds` until the block is left."""
+    """Context manager: a daemon thread makes the call every `seconds` until the block is left.
+
+    A call that raises is a bug: it ends the process as Ctrl-C does, and leaving the block raises its error.
+    """
 
     def __init__(self, name: str, seconds: float, call: Callable[[], None]) -> None:
         self._seconds = seconds
         self._call = call
         self._ended = threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -128,10 +135,20 @@ class Repeated:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Waits for a call under way, but not long: it may hang in Redis."""
+        """Waits for a call under way, but not long: it may hang in Redis. Raises the error of a call."""
         self._ended.set()
         self._thread.join(timeout=self._seconds + _JOIN_SECONDS)
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
-            self._call()
+        try:
+            while not self._ended.wait(self._seconds):
+                self._call()
+        except BaseException as error:
+            self._error = error
+            if not self._ended.is_set():
+                log.error("the thread %s ended with %r; this process stops", self._thread.name, error)
+                main = threading.main_thread().ident
+                assert main is not None, "the main thread has started"
+                signal.pthread_kill(main, signal.SIGINT)  # wakes it from a wait

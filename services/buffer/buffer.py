@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, cast
 
 from tandem.protos.codec import decode_headers
@@ -72,7 +73,8 @@ class Buffer:
         self._trainer = TrainerCalls(self.connection)
         self._scored_request = new_request()
         self._generations: dict[str, int] = {}
-        self._registered: dict[str, tuple[str, int]] = {}
+        self._registrations: dict[str, Callable[[], None]] = {}
+        self._registering = threading.Lock()
 
     def close(self) -> None:
         self.connection.close()
@@ -138,14 +140,15 @@ class Buffer:
         For `prompts`, raises NotAdmittedError if `worker` is no sampler LIVE at the published version, FencedError if a
         later start of the sampler replaced this process.
         """
-        arguments = (stage, worker, self._generation(worker), n, milliseconds(lease_seconds))
+        generation = self._generation(worker)
+        arguments = (stage, worker, generation, n, milliseconds(lease_seconds))
         assert n > 0
 
         def attempt() -> list[Claim]:
             try:
                 reply = self.connection.run("claim", new_request(), *arguments)
-            except LostWritesError:  # Redis has lost the registration of this start
-                self.register_sampler(worker, *self._registered[worker])
+            except LostWritesError:
+                self._register_again(worker, generation)
                 return []
             return [Claim(name.decode(), stage, int(token), *data) for name, token, *data in rows(reply, 4)]
 
@@ -299,7 +302,8 @@ class Buffer:
         """
         generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         self._generations[sampler_id] = int(generation)
-        self._registered[sampler_id] = (address, tensor_parallel_size)
+        again = partial(self.register_sampler, sampler_id, address, tensor_parallel_size)
+        self._registrations[sampler_id] = again
         run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
@@ -308,11 +312,19 @@ class Buffer:
         From then on, claims of the earlier process are refused (FencedError), and a heartbeat tells it.
         """
         self._generations[name] = int(self.connection.run("register_service", name, address))
+        self._registrations[name] = partial(self.register_service, name, address)
         run_to_end(self.connection.run, "give_back", name)
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
-        """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does."""
-        told = self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)), activity)
+        """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does. Registers
+        it again if Redis has lost its registration.
+        """
+        generation, report = self._generation(name), (json.dumps(dict(figures)), activity)
+        try:
+            told = self.connection.run("heartbeat", name, generation, *report)
+        except LostWritesError:
+            self._register_again(name, generation)
+            told = self.connection.run("heartbeat", name, self._generation(name), *report)
         return cast("Told", told.decode())
 
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:
@@ -376,6 +388,12 @@ class Buffer:
 
     def _texts(self, name: str) -> dict[str, str]:
         return {field.decode(): text.decode(errors="replace") for field, text in self.connection.hash(name).items()}
+
+    def _register_again(self, name: str, generation: int | str) -> None:
+        """Repeats the registration with this generation, which Redis has lost, unless another thread has done so."""
+        with self._registering:
+            if self._generation(name) == generation:
+                self._registrations[name]()
 
     def _generation(self, name: str) -> int | str:
         return self._generations.get(name, "")

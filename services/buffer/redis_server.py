@@ -33,6 +33,7 @@ _LOAD_SECONDS = 300.0
 _STOP_SECONDS = 5.0
 _TORN = "aof-load-truncated is enabled"
 _DAMAGED = "Bad file format"
+_PING_SECONDS = 2.0
 
 
 class EmbeddedRedis:
@@ -52,14 +53,30 @@ class EmbeddedRedis:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def answers(self) -> bool:
+        """Whether it answers a ping within 2 s. One that still loads its data does."""
+        timeouts = {"socket_timeout": _PING_SECONDS, "socket_connect_timeout": _PING_SECONDS}
+        with contextlib.closing(redis.Redis.from_url(self.url, protocol=2, **timeouts)) as client:
+            try:
+                client.ping()
+            except redis.BusyLoadingError:
+                return True
+            except (redis.ConnectionError, redis.TimeoutError):
+                return False
+            return True
+
+    def kill(self) -> None:
+        """Ends the server at once; that is safe, since every acknowledged write is synced."""
+        self._process.kill()
+        self._process.wait(_STOP_SECONDS)
+
     def stop(self, grace_seconds: float = _STOP_SECONDS) -> None:
         """Stops the server, and kills it after `grace_seconds`. The append-only file stays. May be called twice."""
         self._process.terminate()
         try:
             self._process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:  # killing it is safe, since every acknowledged write is synced
-            self._process.kill()
-            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
         self._socket.unlink(missing_ok=True)
         if self._socket.parent != self._data:
             with contextlib.suppress(FileNotFoundError):  # stopped before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -30,7 +30,7 @@ from tandem.services.run.folder import (
 )
 
 RPC_SECONDS = 5.0
-_WATCH_SECONDS = 3600.0  # of one call; then another one follows
+_HANG_SECONDS = 60.0
 
 
 def show_status(folder: Path, console: Console, *, watch: bool) -> int:
@@ -54,7 +54,9 @@ def show_running(place: ControllerPlace, console: Console) -> None:
 
 def watch_running(place: ControllerPlace, console: Console) -> None:
     """Shows what the controller knows, anew with each change, until the run or the controller ends: on a terminal in
-    place, elsewhere one after the other. Raises UnavailableError if the controller does not answer at all.
+    place, elsewhere one after the other. A controller that has answered once may hang for `_HANG_SECONDS`.
+
+    Raises DeadlineError or UnavailableError if the controller does not answer.
     """
     show_each(_views(place), console)
 
@@ -71,13 +73,26 @@ def show_each(views: Iterable[RenderableType], console: Console) -> None:
 
 def _views(place: ControllerPlace) -> Iterator[Group]:
     last: control_pb2.StatusReply | None = None
+    answered_at = time.monotonic()
     while last is None or not last.ended:
+        called_at = time.monotonic()
         try:
-            with suppress(DeadlineError), place.stub() as stub:
-                for last in stub.Watch(control_pb2.WatchRequest(), timeout=_WATCH_SECONDS):
+            with place.stub() as stub:  # each call is answered at once, and then another one follows
+                for last in stub.Watch(control_pb2.WatchRequest(), timeout=RPC_SECONDS):
+                    answered_at = time.monotonic()
                     yield _status_view(last)
                     if last.ended:
                         break
+        except DeadlineError:
+            silence = time.monotonic() - answered_at
+            if last is None or silence > _HANG_SECONDS:
+                raise DeadlineError(
+                    f"the controller at {place.address} has not answered for {silence:.0f} s; is its process "
+                    "stopped, or its machine overloaded?"
+                ) from None
+            if answered_at < called_at:
+                waits = f"the controller at {place.address} has not answered for {silence:.0f} s; waits for it"
+                yield Group(_status_view(last), plain(waits))
         except UnavailableError:
             if last is None:
                 raise

@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, suppress
 from tandem.protos.errors import FencedError, RunExistsError, TandemError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import ALL, Orders, ReplicaOrder, SamplerOrder
+from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS, Observation
 from tandem.services.config import Recipe
 from tandem.services.control.launcher import SAMPLERS, Launcher, StartedByHand, kind_of, working_samplers
 from tandem.services.process import Repeated
+from tandem.services.run.watchdog import observe
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Controller(AbstractContextManager["Controller"]):
         self._one_at_a_time = threading.Lock()
         self._ticking = Repeated("controller", _TICK_SECONDS, self._tick)
         self._fault = ""
+        self._answered_at = time.monotonic()
 
     def __enter__(self) -> Controller:
         self._ticking.__enter__()
@@ -75,6 +78,13 @@ class Controller(AbstractContextManager["Controller"]):
 
     def __exit__(self, *_exception: object) -> None:
         self._ticking.__exit__()
+
+    def observe(self) -> Observation:
+        """What is known of the run. Nothing but its silence if Redis is away. Raises UnavailableError if it goes away
+        now.
+        """
+        silence = time.monotonic() - self._answered_at
+        return Observation(redis_silence=silence) if silence > REDIS_AWAY_SECONDS else observe(self.buffer, self.recipe)
 
     def desired(self) -> dict[str, int]:
         """The wanted number of replicas by service: as ordered, else as many as there are."""
@@ -193,6 +203,7 @@ class Controller(AbstractContextManager["Controller"]):
     def _tick(self) -> None:
         try:
             self._lease.renew()
+            self._answered_at = time.monotonic()
             if isinstance(self.launcher, StartedByHand):
                 with self._one_at_a_time:
                     self._tell_samplers(self.launcher)

@@ -43,7 +43,7 @@ def control_server(
         if recipe.autoscale.mode != "off":
             decisions = stack.enter_context(Autoscaler(recipe, controller, report)).decisions
         servicer = ControlServicer(controller, decisions)
-        info = ServiceInfo("controller", dict, lambda: "supervising the services", buffer, buffer.published_version)
+        info = ServiceInfo("controller", dict, lambda: "supervising the services", buffer)
         endpoint = service_endpoint(
             info,
             recipe,
@@ -51,7 +51,7 @@ def control_server(
             port=recipe.run.control_port,
             register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server),
             service_names=[SERVICE_NAME],
-            more={"ledger": lambda: ledger_figures(buffer, recipe.credits)},
+            more={"ledger": lambda: ledger_figures(controller.observe())},
         )
         yield stack.enter_context(endpoint)
 

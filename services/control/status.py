@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 from tandem.protos import control_pb2
 from tandem.services.buffer.orders import ALL
+from tandem.services.buffer.starvation import diagnose
 from tandem.services.control.controller import Controller
-from tandem.services.control.launcher import kind_of, number_of
+from tandem.services.control.launcher import Registered, kind_of, number_of
 
 _ORDER = ("feed", "rollout", "reward", "trainer")
 
@@ -15,15 +16,15 @@ _ORDER = ("feed", "rollout", "reward", "trainer")
 def status_of(
     controller: Controller, decisions: Collection[control_pb2.StatusReply.Decision]
 ) -> control_pb2.StatusReply:
-    """The present status. Raises UnavailableError if Redis is unreachable."""
-    buffer, orders, recipe = controller.buffer, controller.orders, controller.recipe
-    addresses, versions = buffer.services(), {}
-    for sampler in buffer.samplers():
+    """The present status; without what Redis knows while it is away. Raises UnavailableError if it goes away now."""
+    orders, recipe, seen = controller.orders, controller.recipe, controller.observe()
+    is_away, verdict = not seen.counts, diagnose(seen)
+    addresses, versions = {} if is_away else controller.buffer.services(), {}
+    for sampler in seen.samplers:
         addresses[sampler.id], versions[sampler.id] = sampler.address, sampler.version
-    figures = buffer.figures()
-    versions["trainer"] = int(figures.get("trainer", {}).get("policy_version", -1))
-    silences, activities, paused = buffer.silences(), buffer.activities(), orders.samplers("paused")
-    replicas = controller.launcher.replicas()
+    versions["trainer"] = int(seen.figures.get("trainer", {}).get("policy_version", -1))
+    ended = "" if is_away else orders.ended()
+    replicas = {} if is_away and isinstance(controller.launcher, Registered) else controller.launcher.replicas()
     services = [
         control_pb2.StatusReply.Service(
             name=name,
@@ -32,10 +33,10 @@ def status_of(
             state=replicas[name].state,
             restarts=replicas[name].restarts,
             address=addresses.get(name, ""),
-            activity=activities.get(name, ""),
+            activity=seen.activities.get(name, ""),
             policy_version=versions.get(name, -1),
-            paused=kind_of(name) == "rollout" and (name in paused or ALL in paused),
-            heartbeat_age_seconds=silences.get(name, -1.0),
+            paused=kind_of(name) == "rollout" and (name in seen.paused or ALL in seen.paused),
+            heartbeat_age_seconds=seen.silences.get(name, -1.0),
         )
         for name in sorted(replicas, key=lambda name: (_ORDER.index(kind_of(name)), number_of(name)))
     ]
@@ -43,17 +44,10 @@ def status_of(
         run_id=recipe.run.run_id,
         run_dir=str(recipe.folder.resolve()),
         launcher=controller.launcher.name,
-        ended=orders.ended(),
+        ended=ended,
         services=services,
-        desired_replicas=controller.desired(),
-        counts=buffer.counts(),
+        desired_replicas={} if is_away else controller.desired(),
+        counts=seen.counts,
         decisions=decisions,
-        warnings=_warnings(services),
+        warnings=[verdict.line] if verdict.cause != "none" and not ended else [],
     )
-
-
-def _warnings(services: Collection[control_pb2.StatusReply.Service]) -> list[str]:
-    samplers = [one for one in services if one.kind == "rollout" and one.state not in ("stopped", "failed", "draining")]
-    if samplers and all(one.paused for one in samplers):
-        return ["all samplers are paused: the trainer waits once it has trained what is scored"]
-    return []

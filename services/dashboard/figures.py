@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from tandem.services.buffer.starvation import Observation
 from tandem.services.report.curves import Values
 from tandem.services.run.folder import SUMMARY_FILE
 from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonTail
@@ -52,11 +53,11 @@ class Figures:
         """How much there is to draw: the page asks again when one of these has changed."""
         return {"batches": len(self.lines), "evaluations": len(self.evaluations)}
 
-    def progress(self, counts: Mapping[str, int], total: int, hung: Sequence[str]) -> dict[str, object]:
+    def progress(self, seen: Observation, total: int, hung: Sequence[str]) -> dict[str, object]:
         """The figures of the last batches."""
         evaluation = self.evaluations[-1] if self.evaluations else None
-        snapshot = snapshot_of(self.lines[-WINDOW_LINES:], evaluation, counts, total, hung)
-        return {**asdict(snapshot), "waiting": snapshot.waiting}
+        snapshot = snapshot_of(self.lines[-WINDOW_LINES:], evaluation, seen, total, hung)
+        return {**asdict(snapshot), "waiting": snapshot.waiting.line}
 
     def final_counts(self) -> dict[str, int]:
         """The ledger's counts of a finished run."""

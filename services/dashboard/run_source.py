@@ -16,7 +16,8 @@ import grpc
 from tandem.protos import control_pb2, control_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import TandemError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.types import ALIVE_SECONDS, Sampler
+from tandem.services.buffer.starvation import Observation
+from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.dashboard.events import Events
 from tandem.services.dashboard.figures import Figures
@@ -26,6 +27,7 @@ from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE, external_redis_url, running
 from tandem.services.run.progress import HUNG_SECONDS
+from tandem.services.run.watchdog import observe
 
 Json = dict[str, object]
 
@@ -41,9 +43,7 @@ _WINDOW = 10  # looks over which rates of services are computed
 class Seen:
     """What Redis and the controller said in one look."""
 
-    counts: Mapping[str, int] = field(default_factory=dict)
-    samplers: Mapping[str, Sampler] = field(default_factory=dict)
-    silences: Mapping[str, float] = field(default_factory=dict)
+    known: Observation = field(default_factory=Observation)
     drop_errors: Mapping[str, str] = field(default_factory=dict)
     status: control_pb2.StatusReply | None = None
 
@@ -113,8 +113,9 @@ class RunSource:
         runs = phase == "running"
         services = self._services(seen) if runs else []
         names = [str(one["name"]) for one in services]
-        hung = [name for name in names if seen.silences.get(name, 0.0) > HUNG_SECONDS]
-        counts = seen.counts or self.figures.final_counts()
+        hung = [name for name in names if seen.known.silences.get(name, 0.0) > HUNG_SECONDS]
+        counts = seen.known.counts or self.figures.final_counts()
+        known = seen.known if runs else Observation(counts=counts)  # what does not run waits for nothing
         return {
             "key": self.key,
             "name": self.name,
@@ -126,7 +127,7 @@ class RunSource:
             "services": services,
             "desired": dict(seen.status.desired_replicas) if seen.status else {},
             "warnings": list(seen.status.warnings) if seen.status else [],
-            "progress": self.figures.progress(counts, self.recipe.run.total_batches, hung),
+            "progress": self.figures.progress(known, self.recipe.run.total_batches, hung),
             "drop_errors": seen.drop_errors,
             "read": {**self.figures.sizes(), "event": self.events.listed[0].time if self.events.listed else 0.0},
         }
@@ -138,13 +139,11 @@ class RunSource:
         if buffer is None:
             return
         self.secret()
-        seen.samplers = {one.id: one for one in buffer.samplers()}
-        seen.silences = buffer.silences()
-        self._addresses = buffer.services() | {name: one.address for name, one in seen.samplers.items()}
-        self._beats.append((time.monotonic(), buffer.figures()))
+        seen.known = observe(buffer, self.recipe)
+        self._addresses = buffer.services() | {one.id: one.address for one in seen.known.samplers}
+        self._beats.append((time.monotonic(), seen.known.figures))
         seen.status = self._status()
-        seen.counts = dict(seen.status.counts) if seen.status else buffer.counts()
-        seen.drop_errors = buffer.drop_errors() if seen.counts.get("dropped") else {}
+        seen.drop_errors = buffer.drop_errors() if seen.known.counts.get("dropped") else {}
 
     def _connected(self) -> Buffer | None:
         """The run's buffer, or None if nothing runs there. A run that was started again has another Redis."""
@@ -161,7 +160,7 @@ class RunSource:
         return self._buffer
 
     def _phase(self, seen: Seen) -> str:
-        alive = any(seconds <= ALIVE_SECONDS for seconds in seen.silences.values())
+        alive = any(seconds <= ALIVE_SECONDS for seconds in seen.known.silences.values())
         if seen.status is not None or running(self.folder) is not None or alive:
             return "running"
         return "finished" if (self.folder / SUMMARY_FILE).exists() else "stopped"
@@ -176,12 +175,14 @@ class RunSource:
         if seen.status is not None:
             found = [self._process(one) for one in seen.status.services]
         else:
-            alive = [name for name, seconds in seen.silences.items() if seconds < HUNG_SECONDS and name != "controller"]
+            silences = seen.known.silences
+            alive = [name for name, seconds in silences.items() if seconds < HUNG_SECONDS and name != "controller"]
             found = [{"name": name, "kind": name.partition("-")[0], "state": "running"} for name in sorted(alive)]
+        samplers = {sampler.id: sampler for sampler in seen.known.samplers}
         for one in found:
             name = str(one["name"])
-            sampler = seen.samplers.get(name)
-            one |= {"heartbeat_age": seen.silences.get(name), **self._rates(name)}
+            sampler = samplers.get(name)
+            one |= {"heartbeat_age": seen.known.silences.get(name), **self._rates(name)}
             one |= {} if sampler is None else {"weights": sampler.state, "version": sampler.version}
         return found
 

@@ -11,16 +11,14 @@ from dataclasses import replace
 from types import FrameType
 
 from tandem.protos.errors import LINES_ABOVE
+from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS
 from tandem.services.launchers.children import Child, ChildSpec, LocalChild, describe_exit, kill_marked
 from tandem.services.process import in_thread
 from tandem.services.run.folder import disk_full
+from tandem.services.run.redis_child import SILENT_SECONDS
 
 POLL_SECONDS = 0.1
-REDIS_AWAY_SECONDS = 5.0
-"""Redis is asked every second; after this time without an answer it counts as away."""
 _OUTAGE_DELAY_SECONDS = 5.0  # before what died meanwhile is restarted
-SILENT_SECONDS = 60.0
-"""A running child without a heartbeat for so long is killed and restarted."""
 SIGKILL_AFTER_SECONDS = 6.0
 """A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
 

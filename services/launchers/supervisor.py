@@ -17,6 +17,7 @@ from tandem.protos.child_environment import HUB_TOKENS
 from tandem.protos.errors import TandemError, UnavailableError
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS
 from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.control.controller import Controller, Lease
@@ -29,7 +30,6 @@ from tandem.services.launchers.process_group import (
     FINISHED,
     INCOMPLETE,
     INTERRUPTED,
-    REDIS_AWAY_SECONDS,
     SERVICE_ORDER,
     ProcessGroup,
 )
@@ -117,8 +117,13 @@ def run_recipe(
 
 
 def _start_redis(recipe: Recipe, processes: ProcessGroup, stack: ExitStack) -> str:
-    """Starts the run's own Redis, which is restarted when it dies, and returns its URL."""
-    redis = RedisChild(recipe.folder, report=processes.report, progress=lambda: processes.progress("redis"))
+    """Starts the run's own Redis, which is restarted when it dies or hangs, and returns its URL."""
+    redis = RedisChild(
+        recipe.folder,
+        report=processes.report,
+        progress=lambda: processes.progress("redis"),
+        silence=lambda: processes.redis_silence(),
+    )
     processes.on_poll.append(redis.restart_if_dead)
     return stack.enter_context(redis).url
 

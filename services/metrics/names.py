@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from tandem.protos.contracts import UnscoredReason
 from tandem.reward.scheduling.priority_queue import PRIORITIES
+from tandem.services.buffer.starvation import CAUSES
 from tandem.services.buffer.types import STATES
 from tandem.trainer.batch.rejected import Rejection
 
@@ -232,6 +233,13 @@ METRICS: tuple[Metric, ...] = (
     _counter("ledger", "ledger_expired_leases", "leases_expired", "Leases that expired."),
     _counter(
         "ledger", "ledger_refused_results", "stale_results_refused", "Results of expired leases, which were refused."
+    ),
+    _gauge(
+        "ledger",
+        "starved_seconds",
+        "starved_*",
+        "How long a part of the run has waited, under the cause of its wait; 0 for every other cause.",
+        Label("cause", CAUSES),
     ),
     _gauge(
         "ledger",

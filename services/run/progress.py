@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -17,10 +17,12 @@ from rich.table import Table
 
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.starvation import Observation, Verdict, diagnose
 from tandem.services.command_line import cell, print_line
 from tandem.services.config import Recipe
 from tandem.services.process import Repeated
 from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonTail
+from tandem.services.run.watchdog import STARVED_SECONDS, observe, said
 
 SAMPLE_SECONDS = 1.0
 PRINT_SECONDS = 0.5
@@ -28,8 +30,6 @@ STATUS_SECONDS = 10.0
 """Without a terminal, a status line is printed if no step has ended for this long."""
 WINDOW_LINES = 20
 """Number of last batches over which rates are computed."""
-IDLE_FRACTION = 0.2
-"""A side that is idle for a larger fraction of the time counts as waiting."""
 _MOST_SET_ASIDE = 10  # prompts that a console lists
 _SURELY_NEW_SECONDS = 2.0  # a heartbeat comes every second
 HUNG_SECONDS = 30.0
@@ -54,32 +54,23 @@ class ProgressSnapshot:
     trainer_tokens_per_second: float | None = None
     sampler_idle: float | None = None
     trainer_idle: float | None = None
+    waiting: Verdict = field(default_factory=Verdict)
+    """What is starved now, or who waited for whom over the last batches."""
     seconds_left: float | None = None
     groups: Mapping[str, int] = field(default_factory=dict)
     hung: tuple[str, ...] = ()
     equal_rewards: float | None = None
     """The reward of all answers of the last batch, if they were equal and the gradient was therefore 0."""
 
-    @property
-    def waiting(self) -> str:
-        """Which side waits for the other."""
-        trainer, sampler = self.trainer_idle or 0.0, self.sampler_idle or 0.0
-        if self.trainer_idle is None and self.sampler_idle is None:
-            return ""
-        if trainer >= max(sampler, IDLE_FRACTION):
-            return f"trainer waits for samplers ({trainer:.0%})"
-        if sampler >= IDLE_FRACTION:
-            return f"samplers wait for trainer ({sampler:.0%})"
-        return "neither side waits long"
-
 
 def snapshot_of(
-    lines: Sequence[Line], evaluation: Line | None, counts: Mapping[str, int], total: int, hung: Sequence[str] = ()
+    lines: Sequence[Line], evaluation: Line | None, seen: Observation, total: int, hung: Sequence[str] = ()
 ) -> ProgressSnapshot:
-    """A snapshot from the last lines of metrics.jsonl, the last evaluation and the ledger's counts."""
+    """A snapshot from the last lines of metrics.jsonl, the last evaluation and what Redis knows."""
     evaluated = {"accuracy": evaluation["accuracy"], "accuracy_step": evaluation["version"]} if evaluation else {}
     if not lines:
-        return ProgressSnapshot(total=total, groups=counts, hung=tuple(hung), **evaluated)
+        waiting = diagnose(seen)
+        return ProgressSnapshot(total=total, groups=seen.counts, hung=tuple(hung), waiting=waiting, **evaluated)
     last, first = lines[-1], lines[0]
 
     def summed(name: str) -> float:
@@ -91,6 +82,7 @@ def snapshot_of(
     seconds = summed("seconds_total")
     busy, idle = sampled("sampler_busy_seconds"), sampled("sampler_idle_seconds")
     later_seconds = seconds - float(first["seconds_total"])  # not wall time, which includes the pause before a resume
+    trainer_idle, sampler_idle = _ratio(summed("trainer_idle_seconds"), seconds), _ratio(idle, busy + idle)
     return ProgressSnapshot(
         step=int(last["step"]),
         total=total,
@@ -99,10 +91,11 @@ def snapshot_of(
         staleness_max=max(int(line["staleness_max"]) for line in lines),
         sampler_tokens_per_second=_ratio(sampled("sampler_tokens"), later_seconds),
         trainer_tokens_per_second=_ratio(summed("num_tokens"), seconds),
-        sampler_idle=_ratio(idle, busy + idle),
-        trainer_idle=_ratio(summed("trainer_idle_seconds"), seconds),
         seconds_left=seconds / len(lines) * max(total - int(last["step"]), 0),
-        groups=counts,
+        sampler_idle=sampler_idle,
+        trainer_idle=trainer_idle,
+        waiting=diagnose(replace(seen, trainer_idle=trainer_idle, sampler_idle=sampler_idle)),
+        groups=seen.counts,
         hung=tuple(hung),
         equal_rewards=_equal_rewards(last),
         **evaluated,
@@ -121,12 +114,14 @@ class RunWatch(Repeated):
     def __init__(self, recipe: Recipe, buffer: Buffer) -> None:
         super().__init__("watch", SAMPLE_SECONDS, self._look)
         self._buffer = buffer
+        self._recipe = recipe
         self._total = recipe.run.total_batches
         self._metrics = JsonTail(recipe.folder / METRICS_FILE)
         self._evaluations = JsonTail(recipe.folder / EVALUATIONS_FILE)
         self._lines: deque[dict[str, Any]] = deque(maxlen=WINDOW_LINES)
         self._evaluation: dict[str, Any] | None = None
-        self._counts: Mapping[str, int] = {}
+        self._seen = Observation()
+        self._starved_threshold = STARVED_SECONDS
         self._steps: list[Line] = []
         self._printed_until = time.time()
         self._drop_errors: dict[str, str] = {}
@@ -160,8 +155,8 @@ class RunWatch(Repeated):
         return steps
 
     def take_warnings(self) -> list[str]:
-        """New warnings: the first error of each reason for dropped groups, the first prompts that are set aside, and a
-        batch without a gradient.
+        """New warnings: the first error of each reason for dropped groups, the first prompts that are set aside, what is
+        starved, and a batch without a gradient.
         """
         found = {
             f"drop:{reason}": f"warning: a group was dropped ({reason}): {detail}"
@@ -178,7 +173,10 @@ class RunWatch(Repeated):
             )
         new = [name for name in found if name not in self._reported]
         self._reported.update(new)
-        return [found[name] for name in new]
+        starved: list[str] = []
+        if self.snapshot.step and (waiting := self.snapshot.waiting).cause != "redis_away":  # that is said elsewhere
+            self._starved_threshold = said(waiting, self._starved_threshold, starved.append)
+        return [found[name] for name in new] + [f"warning: {line}" for line in starved]
 
     def sample(self) -> ProgressSnapshot:
         """Reads new lines from the files and makes a snapshot. It does not block."""
@@ -198,22 +196,24 @@ class RunWatch(Repeated):
                 self._evaluation = evaluations[-1]
             now = time.monotonic()
             hung = sorted(name for name, beat in self.last_heartbeats.items() if now - beat > HUNG_SECONDS)
-            self.snapshot = snapshot_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
+            seen = replace(self._seen, redis_silence=self.redis_silence)
+            self.snapshot = snapshot_of(list(self._lines), self._evaluation, seen, self._total, hung)
             self.last_version = max(self.last_version, self.snapshot.step)
         return self.snapshot
 
     def ask_redis(self) -> None:
-        """Fetches the ledger's counts, the errors of dropped groups, and the last heartbeats."""
+        """Fetches what Redis knows, and the errors of dropped groups."""
         try:
-            self._counts, silences, figures = self._buffer.counts(), self._buffer.silences(), self._buffer.figures()
-            if self._counts.get("dropped"):
+            self._seen = observe(self._buffer, self._recipe)
+            if self._seen.counts.get("dropped"):
                 self._drop_errors = self._buffer.drop_errors()
-            if self._counts.get("set_aside", 0) > len(self._set_aside) < _MOST_SET_ASIDE:
+            if self._seen.counts.get("set_aside", 0) > len(self._set_aside) < _MOST_SET_ASIDE:
                 self._set_aside |= self._buffer.set_aside()
         except TandemError:  # Redis is restarting; keep the previous figures
             return
         self._answered_at = now = time.monotonic()
-        for name, of_service in figures.items():
+        silences = self._seen.silences
+        for name, of_service in self._seen.figures.items():
             if "groups_completed" in of_service:
                 completed = int(of_service["groups_completed"])
                 total, before = self._own_progress.get(name, (0, 0))
@@ -336,7 +336,7 @@ def _figures(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         ("staleness", shown(f"mean {{:.2f}}, max {snapshot.staleness_max}", snapshot.staleness_mean)),
         ("sampler tokens/s", shown("{:,.0f}", snapshot.sampler_tokens_per_second)),
         ("trainer tokens/s", shown("{:,.0f}", snapshot.trainer_tokens_per_second)),
-        ("waiting", snapshot.waiting),
+        ("waiting", snapshot.waiting.line),
         ("groups", ", ".join(stages) if groups else ""),
         ("dropped", drop_reasons(groups)),
         ("time left", _clock(left) if left is not None else ""),

@@ -16,6 +16,8 @@ LONGEST_DELAY_SECONDS = 30.0
 MOST_DEATHS = 5
 STEADY_SECONDS = 120.0
 REDIS_STOP_SECONDS = 1.5
+SILENT_SECONDS = 60.0
+"""What lives but has been silent for so long is killed and restarted."""
 
 
 class RestartPolicy:
@@ -37,15 +39,23 @@ class RestartPolicy:
 
 
 class RedisChild(AbstractContextManager["RedisChild"]):
-    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies.
+    """Context manager: the embedded Redis of a local run, restarted from its append-only file when it dies or hangs.
 
-    `progress` grows as its users advance, as in `RestartPolicy.delay`.
+    `progress` grows as its users advance, as in `RestartPolicy.delay`. `silence`: seconds since it answered a user.
     """
 
-    def __init__(self, folder: Path, *, report: Callable[[str], None], progress: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        report: Callable[[str], None],
+        progress: Callable[[], int] = lambda: 0,
+        silence: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._folder = folder
         self._report = report
         self._progress = progress
+        self._silence = silence
         self._policy = RestartPolicy()
         self._restart_at: float | None = None
         """Monotonic time at which a dead server is started again."""
@@ -59,10 +69,10 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._server.stop(REDIS_STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts a dead server, at a later call after its delay. Raises EnvironmentLackError on a full disk,
-        UnavailableError at the fifth death in a row.
+        """Restarts a server that died or hangs, at a later call after its delay. Raises EnvironmentLackError on a full
+        disk, UnavailableError at the fifth death in a row.
         """
-        if self._server.alive:
+        if self._server.alive and not self._hangs():
             return
         if self._restart_at is None:
             self._restart_at = time.monotonic() + self._delay()
@@ -73,6 +83,15 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._server.stop()
         self._start()
         assert self.url == url, "the services know Redis by its first address"
+
+    def _hangs(self) -> bool:
+        """Kills a server that nobody has had an answer from for `SILENT_SECONDS`, and that does not answer now."""
+        silence = min(self._silence(), time.monotonic() - self._started_at)
+        if silence < SILENT_SECONDS or self._server.answers():
+            return False
+        self._report(f"Redis has not answered for {SILENT_SECONDS:.0f} s; it is killed")
+        self._server.kill()
+        return True
 
     def _delay(self) -> float:
         if disk_full(self._folder):

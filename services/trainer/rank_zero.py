@@ -33,6 +33,7 @@ from tandem.services.run.metrics import (
     group_figures,
     write_summary,
 )
+from tandem.services.run.watchdog import Watchdog
 from tandem.services.service_info import ServiceInfo, cpu_seconds
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
@@ -40,7 +41,6 @@ from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, STOPPING, check_complete
 from tandem.services.trainer.takeover import Takeover
-from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import prune_records, write_advantages
 from tandem.trainer.batch.rejected import prune_rejected
 from tandem.trainer.checkpoints.state import list_checkpoints
@@ -104,6 +104,10 @@ class RankZero:
         """Monotonic time at which the loop began to wait for scored groups; None while it works."""
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
+        self._publishing_since = 0.0
+        self._step_since = time.monotonic()
+        """When the loop, in which all ranks meet, last called this object."""
+        self._longest_step_seconds = 0.0
         with ExitStack() as stack:
             self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
             stack.callback(self._metrics.close)
@@ -120,13 +124,14 @@ class RankZero:
             self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
             self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
             self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
-            stack.enter_context(Watchdog(buffer, self._starved_since, recipe.run.groups_per_batch))
+            stack.enter_context(Watchdog(buffer, recipe))
             self._stack = stack.pop_all()
 
     def next_order(self, version: int) -> tuple[Order, RecordedBatch | None]:
         """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long. With
         `train`, also the batch to train.
         """
+        self._end_step()
         self._check_publication()
         if self._stop.is_set():
             return {"do": "stop"}, None
@@ -149,6 +154,7 @@ class RankZero:
         """Raises FencedError if another trainer took over, and the error of a publication that failed. Called before
         every optimizer step.
         """
+        self._end_step()
         self._check_publication()
         self._buffer.check_incarnation(self.incarnation)
 
@@ -172,6 +178,7 @@ class RankZero:
             self._stack.callback(self._publisher.close)
             self._stack.callback(self._end_publishing)
         # Without a snapshot all ranks take part.
+        self._publishing_since = time.monotonic()
         sent = self._publisher.publish(manifest, group_ids=_group_ids(trained)) if snapshot is None else None
         self._publishing = in_thread("publish", self._publish, self._publisher, manifest, snapshot, sent, trained)
 
@@ -179,6 +186,7 @@ class RankZero:
         """Waits some seconds for the version that is being published, if there is one, and returns whether it is over.
         Raises the error that ended it.
         """
+        self._end_step()
         with self._doing("waits until the last version is published"):
             if self._publishing is None or not wait([self._publishing], _RANKS_WAIT_SECONDS).done:
                 return self._publishing is None
@@ -223,6 +231,7 @@ class RankZero:
         """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
         another trainer took over.
         """
+        self._end_step()
         self._buffer.check_incarnation(self.incarnation)
         with self._doing("waits for the evaluation of the published version"):
             if self._evaluation.over(_RANKS_WAIT_SECONDS):
@@ -271,6 +280,11 @@ class RankZero:
     def _is_publishing(self) -> bool:
         return self._publishing is not None and not self._publishing.done()
 
+    def _end_step(self) -> None:
+        now = time.monotonic()
+        self._longest_step_seconds = max(self._longest_step_seconds, now - self._step_since)
+        self._step_since = now
+
     def _check_publication(self) -> None:
         """Raises the error of a publication that failed, or of the publisher's threads."""
         if self._publishing is not None and self._publishing.done():
@@ -308,17 +322,18 @@ class RankZero:
             wait([self._publishing], _CLOSE_SECONDS)
 
     def _figures(self) -> dict[str, float]:
-        since = self._waiting_since
+        since, now = self._waiting_since, time.monotonic()
+        starved_since = now if since is None else max(since, self._source.last_claim)
         return {
             "policy_version": self._version,
             "optimizer_step": self._optimizer_step,
             "failed_updates": 0 if self._publisher is None else self._publisher.failed_updates,
-            "waiting_seconds": 0.0 if since is None else time.monotonic() - since,
+            "waiting_seconds": 0.0 if since is None else now - since,
+            "starved_seconds": now - starved_since,
+            "publishing_seconds": now - self._publishing_since if self._is_publishing else 0.0,
+            "step_seconds": now - self._step_since,
+            "longest_step_seconds": self._longest_step_seconds,
         }
-
-    def _starved_since(self) -> float | None:
-        since = self._waiting_since
-        return None if since is None or self._is_publishing else max(since, self._source.last_claim)
 
     def _service_figures(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """The last heartbeats of the samplers and of the reward services."""

@@ -3,7 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+
+from tandem.services.process import Repeated
 
 CODE = """
 import os
@@ -25,3 +30,41 @@ def test_a_process_that_yields_lowers_the_priority_of_its_own_session_alone() ->
     assert int(niceness) == before[0] + 5
     assert of_group in ("5", "none")
     assert (os.nice(0), group.read_text() if group.exists() else "none") == before
+
+
+BUG = """
+import sys
+from tandem.services.command_line import run_service_command
+from tandem.services.process import Repeated, stop_event
+
+def beat():
+    raise ZeroDivisionError("the heartbeat's bug")
+
+def serve():
+    stop = stop_event()
+    with Repeated("heartbeat", 0.01, beat):
+        stop.wait(30)
+        print("stops in order", stop.is_set())
+
+run_service_command(serve)
+"""
+
+
+def test_a_bug_in_a_repeated_call_ends_the_service_with_its_error() -> None:
+    done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "stops in order True\n"
+    assert done.returncode == 1 and "ZeroDivisionError: the heartbeat's bug" in done.stderr
+
+
+def test_a_call_that_fails_as_its_block_is_left_is_raised_there() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def call() -> None:
+        entered.set()
+        leave.wait(10)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), Repeated("late", 0.01, call) as repeated:
+        assert entered.wait(10)
+        repeated._ended.set()
+        leave.set()

@@ -16,6 +16,13 @@ local function refuse_replaced(name, generation)
   end
 end
 
+-- A Redis that has lost its last writes may not know this start, which then registers again.
+local function refuse_unknown(name, generation)
+  if number_of(key('generations'), name, 0) < (tonumber(generation) or 0) then
+    return refuse('LostWritesError', 'has lost the registration of ' .. name)
+  end
+end
+
 local function next_generation(name)
   return redis.call('HINCRBY', key('generations'), name, 1)
 end
@@ -39,10 +46,7 @@ end
 local function not_admitted(id, generation)
   local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
   local published = redis.call('HGET', META, 'published_version') or '-1'
-  if number_of(key('generations'), id, 0) < (tonumber(generation) or 0) then
-    return refuse('LostWritesError', 'has lost the registration of sampler ' .. id)
-  end
-  local refusal = refuse_replaced(id, generation)
+  local refusal = refuse_unknown(id, generation) or refuse_replaced(id, generation)
   if refusal then return refusal end
   if not sampler[1] then return refuse('NotAdmittedError', 'sampler ' .. id .. ' has not registered') end
   if redis.call('SISMEMBER', key('paused'), id) == 1 or redis.call('SISMEMBER', key('paused'), '*') == 1 then

@@ -166,6 +166,36 @@ def test_a_sampler_whose_registration_redis_has_lost_registers_again(
     sampler.close()
 
 
+@pytest.mark.parametrize("name", ["reward", ring.SAMPLER])
+def test_a_heartbeat_registers_again_what_redis_has_lost(buffer: Buffer, redis_url: str, name: str) -> None:
+    ring.score(buffer, 1)
+    service = Buffer(redis_url, buffer.run_id)
+    with ring.losing_writes(buffer):
+        if name == ring.SAMPLER:
+            service.register_sampler(name, "127.0.0.1:9", 1)
+        else:
+            service.register_service(name, "127.0.0.1:9")
+    assert service.heartbeat(name, {"done": 1.0}) == ""
+    addresses = buffer.services() | {one.id: one.address for one in buffer.samplers()}
+    assert addresses[name] == "127.0.0.1:9"
+    assert service.heartbeat(name, {}) == "" and buffer.figures()[name] == {}
+    later = Buffer(redis_url, buffer.run_id)
+    later.register_service(name, "127.0.0.1:10")
+    assert service.heartbeat(name, {}) == "replaced", "a later start is not taken for a loss"
+    later.close()
+    service.close()
+
+
+def test_threads_that_find_one_registration_lost_register_once(buffer: Buffer, redis_url: str) -> None:
+    sampler = Buffer(redis_url, buffer.run_id)
+    sampler.register_sampler("rollout-1", "127.0.0.1:2", 1)
+    seen = sampler._generation("rollout-1")
+    for _ in range(2):
+        sampler._register_again("rollout-1", seen)
+    assert [one.generation for one in buffer.samplers() if one.id == "rollout-1"] == [2]
+    sampler.close()
+
+
 def test_a_full_redis_takes_every_call_that_makes_room(buffer: Buffer, redis_url: str) -> None:
     trainer = Trainer(buffer)
     ring.score(buffer, 2)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 
 from tandem.protos import control_pb2
-from tandem.protos.errors import FencedError, NotAdmittedError, RunExistsError, UserError
+from tandem.protos.errors import (
+    DeadlineError,
+    FencedError,
+    NotAdmittedError,
+    RunExistsError,
+    UnavailableError,
+    UserError,
+)
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.commands import status as status_command
 from tandem.services.commands.find_controller import ControllerPlace
 from tandem.services.commands.status import watch_running
 from tandem.services.config import Recipe
 from tandem.services.control import controller as controller_module
+from tandem.services.control import server
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.launcher import StartedByHand
 from tandem.services.rpc.client import translated
@@ -89,6 +100,49 @@ def test_the_command_shows_the_status_until_the_run_ends(served: Served) -> None
         eventually(lambda: "running, paused" in said.getvalue())
         Orders(served.buffer.connection).end_run("finished")
         eventually(lambda: ": finished, launcher none" in said.getvalue())
+
+
+def test_the_command_says_that_it_waits_for_a_controller_that_hangs_and_gives_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_command, "RPC_SECONDS", 0.2)
+    monkeypatch.setattr(status_command, "_HANG_SECONDS", 2.0)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def status(self: server.ControlServicer) -> control_pb2.StatusReply:
+        assert not hangs.is_set() or goes_on.wait(SECONDS)
+        return server.status_of(self.controller, ())
+
+    monkeypatch.setattr(server.ControlServicer, "_status", status)
+    said = io.StringIO()
+    address = served.buffer.services()["controller"]
+    place = ControllerPlace(address, token_of(served.buffer, Role.read))
+    silent = f"the controller at {address} has not answered for"
+    with ThreadPoolExecutor(1) as thread:
+        watching = thread.submit(watch_running, place, Console(file=said, width=200))
+        eventually(lambda: "rollout-1" in said.getvalue())
+        hangs.set()
+        eventually(lambda: silent in said.getvalue())
+        assert not watching.done()
+        with pytest.raises(DeadlineError, match=silent):
+            watching.result(SECONDS)
+        goes_on.set()
+
+
+def test_the_status_says_that_redis_is_away_without_asking_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def away(call: object) -> None:
+        asked.append("Redis")
+        raise UnavailableError("Redis is away")
+
+    monkeypatch.setattr(served.buffer.connection, "retried", away)
+    eventually(lambda: asked)
+    served.controller._answered_at -= 100.0
+    asked.clear()
+    (warning,) = status_of(served).warnings
+    assert warning.startswith("every service waits for Redis, which has not answered for 10")
+    assert asked in ([], ["Redis"]), "only a heartbeat comes meanwhile"
 
 
 def test_a_checkpoint_is_ordered_by_an_operator_only(served: Served) -> None:

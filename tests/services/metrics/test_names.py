@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.protos.errors import ConfigError
+from tandem.services.buffer.starvation import CAUSES, Observation
 from tandem.services.data.dataset import FaultReason, UnusableReason
 from tandem.services.metrics import docs
 from tandem.services.metrics.ledger import ledger_figures
 from tandem.services.metrics.names import METRICS, Label, Metric
-from tandem.services.metrics.page import page_of
+from tandem.services.metrics.page import Sources, page_of
 from tandem.services.metrics.ports import OFFSETS, PORT_VARIABLE, metrics_port
+from tandem.services.run.watchdog import observe
 from tests.support.redis_ring import new_run
+from tests.support.run_inputs import recipe_of, small_values
 
 UNITS = ("_total", "_seconds", "_bytes", "_ratio", "_groups", "_versions", "_nats")
 
@@ -72,18 +76,32 @@ def test_the_reasons_for_skipped_rows_are_those_of_the_dataset() -> None:
     assert set(skipped.label.values) == reasons
 
 
-def test_the_ledger_of_a_run_is_shown_and_adds_up(redis_url: str) -> None:
+def test_the_ledger_of_a_run_is_shown_and_adds_up(redis_url: str, tmp_path: Path) -> None:
+    recipe = recipe_of(small_values(tmp_path), run={"staleness_budget": 1})
     buffer = new_run(redis_url)
     buffer.admit([("0-0", b"prompt"), ("0-1", b"prompt")], 2)
     buffer.register_service("feed", "")
+    buffer.register_service("trainer", "")
     buffer.heartbeat("feed", {})
-    found = by_name(page_of("mine", "controller", {"ledger": lambda: ledger_figures(buffer, 4)})())
+    buffer.heartbeat("trainer", {"starved_seconds": 70.0})
+    found = by_name(page_of("mine", "controller", {"ledger": lambda: ledger_figures(observe(buffer, recipe))})())
     of_state = {labels["state"]: value for labels, value in found["tandem_ledger_groups"]}
     assert of_state["prompts_waiting"] == 2 == found["tandem_ledger_admitted_groups_total"][0][1]
     assert [value for _, value in found["tandem_ledger_mismatch_groups"]] == [0.0]
     assert [value for _, value in found["tandem_ledger_credits"]] == [4.0]
     assert {labels["state"]: value for labels, value in found["tandem_samplers"]}["LIVE"] == 1
-    assert [labels["of"] for labels, _ in found["tandem_silence_seconds"]] == ["feed"]
+    assert [labels["of"] for labels, _ in found["tandem_silence_seconds"]] == ["feed", "trainer"]
+    starved = {labels["cause"]: value for labels, value in found["tandem_starved_seconds"]}
+    assert starved == {**dict.fromkeys(CAUSES, 0.0), "samplers_slow": 70.0}
+
+
+def test_without_redis_the_page_says_that_it_is_away() -> None:
+    sources: Sources = {"ledger": lambda: ledger_figures(Observation(redis_silence=20.0))}
+    found = by_name(page_of("mine", "controller", sources)())
+    assert set(found) == {"tandem_starved_seconds"}
+    assert {labels["cause"]: value for labels, value in found["tandem_starved_seconds"] if value} == {
+        "redis_away": 20.0
+    }
 
 
 def test_ports_follow_from_the_lowest_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.protos.contracts import Scored, Unscored
+from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.types import ScoredTrajectory, Trajectory
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
@@ -233,6 +234,34 @@ def test_a_stop_gives_groups_back_unharmed(redis_url: str) -> None:
     with scoring(buffer, ScoringCore(RewardConfig())):
         collect(buffer, 2)
     assert buffer.verify() == []
+
+
+class MeetingCore(ScoringCore):
+    """Its first call waits until the other core has one, too."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        super().__init__(RewardConfig())
+        self._both: threading.Barrier | None = both
+
+    def score(self, *arguments: Any, **options: Any) -> list[Score]:
+        both, self._both = self._both, None
+        if both is not None:
+            both.wait(20.0)
+        return super().score(*arguments, **options)
+
+
+def test_replicas_share_the_scoring_of_a_run(buffer: Buffer) -> None:
+    both = threading.Barrier(2)
+    workers = [ScoringWorker(buffer, MeetingCore(both), RewardConfig(), name) for name in ("reward", "reward-1")]
+    with looping(workers[0].run), looping(workers[1].run):
+        first = generate(buffer, [answers("1", "2")])
+        eventually(lambda: both.n_waiting == 1)
+        group_ids = [*first, *generate(buffer, [answers("1", "2")]), *generate(buffer, [answers("1", "2")] * 6)]
+        groups = collect(buffer, 8)
+        eventually(lambda: sum(worker.figures()["groups_completed"] for worker in workers) == 8)
+    assert set(groups) == set(group_ids) and all(rewards(group) == [1.0, 0.0] for group in groups.values())
+    assert all(worker.figures()["groups_completed"] > 0 for worker in workers)
+    assert all(worker.figures()["groups_waiting_seconds"] > 0 for worker in workers)
 
 
 def test_a_bug_ends_the_service(buffer: Buffer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from rich.console import Console
 
 from tandem.protos.errors import UnavailableError
+from tandem.services.buffer.starvation import Observation
+from tandem.services.buffer.types import Sampler
 from tandem.services.run import progress
 from tandem.services.run.metrics import (
     summarise,
@@ -21,6 +24,7 @@ from tests.support.run_inputs import recipe_of, small_values
 from tests.support.trainer_ring import make_recipe
 from tests.support.waiting import eventually
 
+NOTHING = Observation()
 STATES = {"feed": ("running", 10, 0), "trainer": ("running", 11, 0)}
 
 
@@ -53,6 +57,7 @@ class StandIn:
     def __init__(self) -> None:
         self.silent = 0.5
         self.completed = 0
+        self.starved = 0.0
         self.reachable = True
         self.dropped: dict[str, int] = {}
         self.errors: dict[str, str] = {}
@@ -72,10 +77,30 @@ class StandIn:
         return self.failed
 
     def figures(self) -> dict[str, dict[str, float]]:
-        return {"feed": {"groups_admitted": 9.0}, "rollout-0": {"groups_completed": float(self.completed)}}
+        completed, starved = float(self.completed), {"starved_seconds": self.starved}
+        return {"feed": {"groups_admitted": 9.0}, "rollout-0": {"groups_completed": completed}, "trainer": starved}
 
     def silences(self) -> dict[str, float]:
-        return {"feed": 0.5, "rollout-0": self.silent, "controller": 999.0}
+        return {"feed": 0.5, "rollout-0": self.silent, "controller": 999.0, "trainer": 0.5}
+
+    def samplers(self) -> list[Sampler]:
+        return []
+
+    def activities(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def connection(self) -> StandIn:
+        return self
+
+    redis = None
+
+    def key(self, name: str) -> str:
+        return name
+
+    def retried(self, call: Callable[[], object]) -> set[bytes]:
+        """Of the orders to samplers there are none."""
+        return set()
 
 
 def watch_of(folder: Path, buffer: StandIn) -> RunWatch:
@@ -90,7 +115,9 @@ def append(file: Path, *lines: dict[str, Any]) -> None:
 
 
 def test_rates_and_fractions_of_a_snapshot() -> None:
-    snapshot = snapshot_of([metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, {}, 40)
+    snapshot = snapshot_of(
+        [metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, NOTHING, 40
+    )
     assert (snapshot.step, snapshot.total, snapshot.accuracy, snapshot.accuracy_step) == (10, 40, 0.75, 10)
     assert snapshot.reward == 0.5 and snapshot.staleness_max == 3
     assert snapshot.sampler_tokens_per_second == pytest.approx(3000)
@@ -102,19 +129,40 @@ def test_rates_and_fractions_of_a_snapshot() -> None:
 @pytest.mark.parametrize(
     ("trainer", "sampler", "says"),
     [
-        (0.5, 0.1, "trainer waits for samplers (50%)"),
-        (0.1, 0.4, "samplers wait for trainer (40%)"),
+        (1.0, 0.1, "trainer waits for samplers (50%)"),
+        (0.1, 0.8, "samplers wait for trainer (40%)"),
         (0.1, 0.1, "neither side waits long"),
-        (0.5, None, "trainer waits for samplers (50%)"),
-        (None, None, ""),
     ],
 )
-def test_a_snapshot_names_the_stage_that_waits(trainer: float | None, sampler: float | None, says: str) -> None:
-    assert ProgressSnapshot(trainer_idle=trainer, sampler_idle=sampler).waiting == says
+def test_a_snapshot_names_the_stage_that_waits(trainer: float, sampler: float, says: str) -> None:
+    lines = [
+        metrics_line(step, trainer_idle_seconds=trainer, sampler_idle_seconds=sampler * step, sampler_busy_seconds=busy)
+        for step in (1, 2)
+        for busy in [(2.0 - sampler) * step]
+    ]
+    assert snapshot_of(lines, None, NOTHING, 40).waiting.line == says
+
+
+def test_a_watch_shows_what_is_starved_and_warns_of_a_long_wait_until_it_ends(tmp_path: Path) -> None:
+    buffer = StandIn()
+    watch = watch_of(tmp_path, buffer)
+    warnings = []
+    for step, starved in ((0, 31.0), (1, 5.0), (1, 31.0), (1, 40.0), (1, 63.0), (1, 2.0), (1, 30.0)):
+        if step:
+            append(tmp_path / "run" / "metrics.jsonl", metrics_line(step))
+        buffer.starved, buffer.silent = starved, starved
+        watch.ask_redis()
+        watch.sample()
+        warnings.append(watch.take_warnings())
+    line = "warning: no sampler is alive, the last heartbeat came {} s ago; 4 groups wait in prompts"
+    assert warnings == [[], [], [line.format(31)], [], [line.format(63)], [], [line.format(30)]]
+    assert "no sampler is alive" in plain_line(watch.snapshot, {}, 0.0)
 
 
 def test_a_snapshot_before_the_first_batch_shows_starting_services() -> None:
-    line = plain_line(snapshot_of([], None, {}, 40), {"trainer": ("starting", 1, 0), "feed": ("running", 2, 0)}, 4.0)
+    line = plain_line(
+        snapshot_of([], None, NOTHING, 40), {"trainer": ("starting", 1, 0), "feed": ("running", 2, 0)}, 4.0
+    )
     assert line == "0:04 step 0/40 · starting: trainer"
 
 
@@ -268,12 +316,12 @@ def test_a_batch_whose_rewards_are_all_equal_gives_one_warning(tmp_path: Path) -
 def test_the_pause_before_a_resume_does_not_count_in_the_samplers_rate() -> None:
     before = [metrics_line(step) for step in range(1, 4)]
     after = [metrics_line(step, time=90_000.0 + step) for step in range(4, 7)]
-    assert snapshot_of(before + after, None, {}, 9).sampler_tokens_per_second == pytest.approx(3000)
+    assert snapshot_of(before + after, None, NOTHING, 9).sampler_tokens_per_second == pytest.approx(3000)
 
 
 def test_a_table_has_a_row_for_every_figure() -> None:
     console = Console(file=io.StringIO(), width=100)
-    snapshot = snapshot_of([metrics_line(step) for step in (1, 2)], None, {"prompts_waiting": 3}, 4)
+    snapshot = snapshot_of([metrics_line(step) for step in (1, 2)], None, Observation(counts={"prompts_waiting": 3}), 4)
     console.print(table(snapshot, STATES, 3.0))
     said = console.file.getvalue()  # type: ignore[attr-defined]
     names = ("step", "reward", "accuracy", "staleness", "sampler tokens/s", "trainer tokens/s", "waiting", "groups")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from tandem.protos.errors import UnavailableError
 from tandem.services.launchers.process_group import ProcessGroup
@@ -23,8 +24,11 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.batches = 0
+        self.silence = 0.0
         self.said: list[str] = []
-        self.child = RedisChild(folder, report=self.said.append, progress=lambda: self.batches)
+        self.child = RedisChild(
+            folder, report=self.said.append, progress=lambda: self.batches, silence=lambda: self.silence
+        )
 
     def kill(self) -> None:
         os.kill(self.child._server.pid, signal.SIGKILL)
@@ -66,6 +70,33 @@ def test_a_restart_waits_for_its_delay(server: Server, monkeypatch: pytest.Monke
     server.kill()
     assert not any(server.restarted() for _ in range(3))
     assert server.said == ["Redis died; restarting it from its append-only file in 600 s"], "said once"
+
+
+def test_a_redis_that_hangs_is_killed_and_restarted_with_its_data(server: Server) -> None:
+    client = redis.Redis.from_url(server.child.url)
+    client.set("kept", 1)
+    hung, url = server.child._server.pid, server.child.url
+    server.child._started_at -= 1000.0
+    os.kill(hung, signal.SIGSTOP)
+    server.silence = redis_child.SILENT_SECONDS - 1.0
+    assert server.restarted() and server.child._server.pid == hung, "it may still answer"
+    server.silence = redis_child.SILENT_SECONDS + 1.0
+    eventually(lambda: server.restarted() and server.child._server.pid != hung)
+    assert server.said == [
+        "Redis has not answered for 60 s; it is killed",
+        "Redis died; restarting it from its append-only file in 0.01 s",
+    ]
+    assert server.child.url == url and client.get("kept") == b"1"
+    for _ in range(3):  # its users have not asked it yet
+        server.restarted()
+    assert len(server.said) == 2
+
+
+def test_a_redis_that_answers_is_not_killed_for_the_silence_of_who_asks_it(server: Server) -> None:
+    first = server.child._server.pid
+    server.silence = 1000.0  # the supervisor itself was stopped
+    server.child._started_at -= 1000.0
+    assert server.restarted() and server.child._server.pid == first and server.said == []
 
 
 @pytest.fixture

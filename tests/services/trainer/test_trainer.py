@@ -18,11 +18,10 @@ from tandem.protos.errors import FencedError, SelectionError, TrainingError
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
-from tandem.services.buffer.types import Sampler
+from tandem.services.run.watchdog import Watchdog
 from tandem.services.trainer import batch_source
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.recovery import highest_incarnation
-from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tandem.trainer.batch.record import recorded_versions, write_record
 from tandem.trainer.checkpoints import files
 from tandem.trainer.checkpoints.state import list_checkpoints, read_state
@@ -230,60 +229,18 @@ def test_a_critic_that_always_skips_ends_the_run_during_its_warm_up(tmp_path: Pa
         skipping_run(tmp_path, redis_url, (True, True, True), advantage="gae", critic={"warmup_batches": 3})
 
 
-COUNTS = dict.fromkeys(
-    [f"{stage}_{state}" for stage in ("prompts", "generated") for state in ("waiting", "leased")] + ["scored_claimed"],
-    0,
-)
-SERVICES = {"reward": "127.0.0.1:1", "feed": "127.0.0.1:2"}
-
-
-def sampler(state: Any = "LIVE", *, alive: bool = True, version: int = 7) -> Sampler:
-    return Sampler("rollout-0", "127.0.0.1:3", state, version, 1, 1, alive, 1)
-
-
-@pytest.mark.parametrize(
-    ("counts", "samplers", "services", "named"),
-    [
-        (
-            {"generated_waiting": 64},
-            [sampler()],
-            SERVICES,
-            "64 groups wait in generated; reward has claimed none for 31 s",
-        ),
-        ({"generated_waiting": 64}, [sampler()], {}, "no reward service has registered"),
-        ({"generated_leased": 3}, [sampler()], SERVICES, "reward has held 3 groups for 31 s without completing one"),
-        ({"prompts_waiting": 8}, [sampler(alive=False)], SERVICES, "no sampler is alive (1 were registered)"),
-        ({"prompts_waiting": 8}, [sampler("STALE", version=6)], SERVICES, "rollout-0 is STALE at version 6"),
-        ({"prompts_waiting": 8}, [sampler()], SERVICES, "the samplers have claimed none for 40 s"),
-        ({"prompts_leased": 8}, [sampler()], SERVICES, "samplers have held 8 groups for 40 s"),
-        ({}, [sampler()], SERVICES, "no prompt is admitted; see the feed's log"),
-        ({"scored_claimed": 5}, [sampler()], {}, "5 of 32 groups of the next batch are there; no prompt is admitted"),
-    ],
-)
-def test_the_watchdog_names_the_stage_that_starves_the_trainer(
-    counts: dict[str, int], samplers: list[Sampler], services: dict[str, str], named: str
+def test_the_watchdog_says_what_starves_the_trainer_and_says_it_again_as_the_wait_doubles(
+    tmp_path: Path, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    line = diagnose(
-        {**COUNTS, "published_version": 7, **counts}, samplers, services, {"generated": 31.0, "prompts": 40.0}, 45.0, 32
-    )
-    assert line.startswith("trainer starved for 45 s: ")
-    assert named in line
-
-
-def test_the_watchdog_runs_without_work_in_flight(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tandem.services.trainer.watchdog.STARVED_SECONDS", 0.2)
-    monkeypatch.setattr("tandem.services.trainer.watchdog._POLL_SECONDS", 0.05)
-    buffer = make_run(redis_url, make_recipe(tmp_path))
-    since: float | None = None
-    with Watchdog(buffer, lambda: since, 32) as watchdog:
-        time.sleep(0.5)
-        assert watchdog.line == "", "a trainer at work starves of nothing"
-        since = time.monotonic()
-        eventually(lambda: "the feed has not registered" in watchdog.line)
-        time.sleep(0.5)
-    assert 1 <= caplog.text.count("trainer starved") <= 4, "said again only as the wait doubles"
+    recipe = make_recipe(tmp_path)
+    buffer = make_run(redis_url, recipe)
+    buffer.register_service("trainer", "")
+    watchdog = Watchdog(buffer, recipe)
+    for seconds in (0.0, 29.0, 31.0, 33.0, 59.0, 63.0, 0.0, 31.0):
+        buffer.heartbeat("trainer", {"starved_seconds": seconds})
+        watchdog._check()
+    assert [line.removeprefix("no feed has registered; ") for line in caplog.messages] == ["no prompt is admitted"] * 3
+    buffer.close()
 
 
 # ---- the ranks of one machine ----

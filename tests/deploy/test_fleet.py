@@ -1,0 +1,97 @@
+"""One run whose samplers come, go and die: counts survive the supervisor, and nobody's death stops the training."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.services.commands.find_controller import controller_of
+from tandem.services.commands.status import ask_controller
+from tests.support.whole_run import WholeRun, processes_of, service_process
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[WholeRun]:
+    made = WholeRun(
+        tmp_path,
+        run={"total_batches": 2000},
+        rollout={"engine": "transformers", "max_response_tokens": 32, "max_groups_in_flight": 4},
+        trainer={"checkpoint_every": 20},
+    )
+    yield made
+    for process in processes_of(made):
+        process.kill()
+
+
+def said(run: WholeRun) -> str:
+    return (run.scratch / "run.out").read_text()
+
+
+def status(run: WholeRun) -> Any:
+    place = controller_of(run.folder)
+    assert place is not None
+    return ask_controller(place)
+
+
+def samplers(run: WholeRun) -> list[str]:
+    """The states of those that the supervisor knows; none while it starts."""
+    running = controller_of(run.folder) is not None
+    return [one.state for one in status(run).services if one.kind == "rollout"] if running else []
+
+
+def scale(run: WholeRun, replicas: int) -> None:
+    done = run.tandem("scale", str(run.folder), f"rollout={replicas}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wait_for_samplers(run: WholeRun, supervisor: subprocess.Popen[str], number: int) -> None:
+    """Waits until a version reached so many samplers, and these are the ones that run."""
+    run.wait_for(lambda: samplers(run) == ["running"] * number, supervisor)
+    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == number, supervisor)
+
+
+@pytest.mark.timeout(300)
+def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once(run: WholeRun) -> None:
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+    scale(run, 4)
+    for service in ("rollout", "reward"):  # while the others start
+        service_process(supervisor, service).kill()
+    wait_for_samplers(run, supervisor, 4)
+
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    supervisor.kill()
+    supervisor.wait(10)
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+    supervisor = run.start("run", str(run.recipe), "--resume")
+    wait_for_samplers(run, supervisor, 4)
+    assert dict(status(run).desired_replicas) == {"rollout": 4}, "the recipe says one"
+    scale(run, 2)
+    wait_for_samplers(run, supervisor, 2)
+
+    scale(run, 0)
+    run.wait_for(lambda: any("no sampler is alive" in line for line in status(run).warnings), supervisor)
+    run.wait_for(lambda: "waits for scored groups" in status(run).services[-1].activity, supervisor)
+    waits_at = run.metrics()[-1]["step"]
+    scale(run, 1)
+    run.wait_for(lambda: run.metrics()[-1]["step"] > waits_at + 1, supervisor)
+    assert not any("no sampler is alive" in line for line in status(run).warnings)
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(30) == 130, said(run)[-3000:] + run.logs()
+
+    assert "without draining" not in said(run) and "giving up" not in said(run)
+    steps = [line["step"] for line in run.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert run.ledger()["violations"] == [] and max(run.instances().values()) == 1
+    counts = run.ledger()["counts"]
+    assert counts["dropped"] == 0, f"leavers and the dead cost no group its budget: {json.dumps(counts)}"
+    assert processes_of(run) == []
