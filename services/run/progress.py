@@ -155,8 +155,8 @@ class RunWatch(Repeated):
         return steps
 
     def take_warnings(self) -> list[str]:
-        """New warnings: the first error of each reason for dropped groups, the first prompts that are set aside, what is
-        starved, and a batch without a gradient.
+        """New warnings: the first error of each reason for dropped groups, the first prompts that are set aside, who
+        is starved, and a batch without a gradient.
         """
         found = {
             f"drop:{reason}": f"warning: a group was dropped ({reason}): {detail}"
