@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ def test_a_sampler_joins_a_running_run_and_leaves_it(tmp_path: Path) -> None:
     run = WholeRun(tmp_path, run={"total_batches": 1000})
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
-    asked_at = len(run.metrics())
+    asked_at, began = len(run.metrics()), time.monotonic()
     assert run.tandem("scale", str(run.folder), "rollout=2").returncode == 0
     run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 2, supervisor)
+    print(f"the second sampler has the weights of a trained batch {time.monotonic() - began:.1f} s after the order")
     assert len(run.metrics()) > asked_at + 2, "the run went on while the second engine started"
     assert run.tandem("scale", str(run.folder), "rollout=1").returncode == 0
     said = tmp_path / "run.out"
