@@ -127,8 +127,9 @@ class StagedReceiver:
         self._start(timeout_seconds, lambda transfer: self._receive(transfer, decode_manifest(manifest), group_name))
 
     def progress(self) -> TransferProgress:
+        """A copy, because whoever acts on it must not see it change meanwhile."""
         assert self._transfer is not None, "progress is asked for after a start"
-        return self._transfer.progress
+        return self._transfer.progress.copy()
 
     def take(self) -> Staged:
         """Returns what `load` made of the staged version, by default names and tensors, and drops it."""

@@ -211,9 +211,11 @@ def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, pair: Pair
         assert len(manifest.buckets) > 2
         for each in receivers:
             each.start_receive(encode_manifest(manifest), group, TIMEOUT)
+        before = [each.progress() for each in receivers]
         sent = pair.sender.broadcast(manifest, TIMEOUT)
         for each in receivers:
             progress = wait(each)
+            assert not any(one["done"] for one in before), "what was told does not change later"
             assert progress["error"] is None and tuple(progress["digests"]) == tuple(b.digest for b in sent.buckets)
             assert equal(each.take(), source)
             assert each.take() == [], "what was taken is not staged any more"
