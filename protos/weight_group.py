@@ -44,7 +44,8 @@ _INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 
 
 class BucketDigest:
-    """The 32-byte digest of a flat uint8 tensor whose length is a multiple of 8, computed while the bytes arrive.
+    """The 32-byte digest of a flat uint8 tensor whose length is a multiple of 8, computed while the bytes arrive. It is
+    the same on all devices.
 
     It is the BLAKE2b hash of the sums of all rows and of all columns, modulo 2^64, in a table of 64-bit words. So every
     change of one to three words changes it, and a larger one unless it leaves the sum of every row and every column.
@@ -80,11 +81,6 @@ class BucketDigest:
             digest.update(words.cpu().numpy().tobytes())
         digest.update((8 * num_words).to_bytes(8, "little"))
         return digest.digest()
-
-
-def bucket_digest(data: torch.Tensor) -> bytes:
-    """A 32-byte digest of a flat uint8 tensor whose length is a multiple of 8. All devices agree on it."""
-    return BucketDigest(data).finish()
 
 
 def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
