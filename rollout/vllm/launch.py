@@ -27,6 +27,7 @@ _BLOCK_TOKENS = 32  # the smallest block of the KV cache on CPUs, and what large
 _LARGE_BLOCK_TOKENS = 128  # vLLM's own on CPUs
 
 
+@hidden_module("ray")  # vLLM would load it only to ask whether this is an actor, and starts none of its workers here
 def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     """Loads the model in a new engine process, whose sockets and temporary files are in `folder`.
 
@@ -101,13 +102,15 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
 
 
 def _import_vllm(on_cpu: bool) -> None:
-    """Imports vLLM without Ray, which starts none of its workers here, and on CPUs without its changes to torch's
-    compiler, which does not run there. These two take a fifth of the import.
+    """Imports vLLM; on CPUs without its changes to torch's compiler, which does not run there, and with the worker. A
+    forked engine would import that more slowly: it copies memory as it writes, and collects garbage in what is new.
     """
     with hidden_module("torch._inductor") if on_cpu else nullcontext():
         import vllm
-    with hidden_module("ray"):
-        import vllm.v1.engine.async_llm  # noqa: F401
+    import vllm.v1.engine.async_llm
+
+    if on_cpu:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 def _on_cpu() -> bool:

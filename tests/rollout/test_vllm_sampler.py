@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,10 +32,18 @@ def test_blocks_of_the_cache_are_no_longer_than_short_sequences() -> None:
     assert [cache_block_tokens(length) for length in (97, 128, 4096)] == [None] * 3, "vLLM's own blocks of 128 fit"
 
 
+def note_modules_at_forks(file: Path) -> None:
+    """Writes the names of the modules that are loaded when this process forks."""
+    os.register_at_fork(before=lambda: file.write_text(" ".join(name for name, one in sys.modules.items() if one)))
+
+
 @pytest.mark.system
 def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> None:
-    folder = build_tiny_model(tmp_path / "model", hidden=64)
-    with EngineProcess(SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)) as engine:
+    folder, forked_with = build_tiny_model(tmp_path / "model", hidden=64), tmp_path / "modules"
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)
+    with EngineProcess(arguments, partial(note_modules_at_forks, forked_with)) as engine:
+        modules = forked_with.read_text().split()
+        assert "vllm.v1.worker.cpu_worker" in modules and "ray" not in modules, "forks import slowly"
         running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
         os.kill(engine.engine_pid, signal.SIGKILL)
         with pytest.raises(UnavailableError):
