@@ -205,9 +205,11 @@ $CHECK"
 
 # What a run imports besides, later or by other ways: a second of every start.
 step "bytecode of the rest" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX "$PY" -m compileall -qq -j 2 \
-    protos reward rollout services trainer \
-    "$SITE"/{anyio,compressed_tensors,deepspeed/{module_inject,moe},grpc,loguru,numpy/{ctypeslib,ma},typer} \
-    "$SITE"/vllm/{v1/core,model_executor/layers/{fused_moe,quantization}}
+    protos reward rollout services tandem trainer \
+    "$SITE"/{anyio,compressed_tensors,deepspeed/{comm,module_inject,moe,ops/triton_ops},grpc,loguru} \
+    "$SITE"/{numpy/{ctypeslib,ma},rich,typer} \
+    "$SITE"/vllm/{distributed/elastic_ep,lora,model_executor/layers/{fused_moe,quantization},plugins,renderers} \
+    "$SITE"/vllm/{transformers_utils/chat_templates,triton_utils,utils,v1/{attention/backends,core,pool}}
 
 if [ -n "$LOCK" ]; then
     {
