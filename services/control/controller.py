@@ -83,8 +83,12 @@ class Controller(AbstractContextManager["Controller"]):
         """What is known of the run. Nothing but its silence if Redis is away. Raises UnavailableError if it goes away
         now.
         """
-        silence = time.monotonic() - self._answered_at
+        silence = self._redis_silence
         return Observation(redis_silence=silence) if silence > REDIS_AWAY_SECONDS else observe(self.buffer, self.recipe)
+
+    def published_version(self) -> int:
+        """-1 before the first publication, and while Redis is away."""
+        return -1 if self._redis_silence > REDIS_AWAY_SECONDS else self.buffer.published_version()
 
     def desired(self) -> dict[str, int]:
         """The wanted number of replicas by service: as ordered, else as many as there are."""
@@ -183,6 +187,11 @@ class Controller(AbstractContextManager["Controller"]):
                 if order.pending and service in self.launcher.scalable:
                     self.launcher.set_replicas(service, order.replicas)
                     self._order_replicas(service, order.replicas, pending=False)
+
+    @property
+    def _redis_silence(self) -> float:
+        """Seconds since Redis last answered."""
+        return time.monotonic() - self._answered_at
 
     def _order_replicas(self, service: str, replicas: int, *, pending: bool) -> None:
         order = ReplicaOrder(replicas, self._configured(service), pending)

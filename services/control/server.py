@@ -43,7 +43,7 @@ def control_server(
         if recipe.autoscale.mode != "off":
             decisions = stack.enter_context(Autoscaler(recipe, controller, report)).decisions
         servicer = ControlServicer(controller, decisions)
-        info = ServiceInfo("controller", dict, lambda: "supervising the services", buffer)
+        info = ServiceInfo("controller", dict, lambda: "supervising the services", buffer, controller.published_version)
         endpoint = service_endpoint(
             info,
             recipe,

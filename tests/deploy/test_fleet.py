@@ -18,6 +18,9 @@ from tests.support.whole_run import WholeRun, processes_of, service_process
 
 pytestmark = pytest.mark.system
 
+CREDITS = 20
+"""(S + 1)·P of the run."""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[WholeRun]:
@@ -25,7 +28,7 @@ def run(tmp_path: Path) -> Iterator[WholeRun]:
         tmp_path,
         run={"total_batches": 2000},
         rollout={"engine": "transformers", "max_response_tokens": 32, "max_groups_in_flight": 4},
-        trainer={"checkpoint_every": 20},
+        trainer={"checkpoint_every": 20, "num_ranks": 2},
     )
     yield made
     for process in processes_of(made):
@@ -59,6 +62,27 @@ def wait_for_samplers(run: WholeRun, supervisor: subprocess.Popen[str], number: 
     run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == number, supervisor)
 
 
+def check_that_samplers_outlive_a_rank(run: WholeRun, supervisor: subprocess.Popen[str]) -> None:
+    """Kills one of two ranks. The samplers work until all credits are out, and the ranks go on from the checkpoint."""
+
+    def pids() -> set[int]:
+        return {one.pid for one in status(run).services if one.kind == "rollout"}
+
+    def all_credits_are_scored() -> bool:
+        counts = status(run).counts
+        unscored = (f"{stage}_{state}" for stage in ("prompts", "generated") for state in ("waiting", "leased"))
+        return counts["outstanding"] >= CREDITS and not any(counts[state] for state in unscored)
+
+    before, ranks = pids(), psutil.Process(service_process(supervisor, "trainer").pid).children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    run.wait_for(lambda: "trainer died" in said(run), supervisor)
+    run.wait_for(all_credits_are_scored, supervisor)
+    at = run.metrics()[-1]["step"]
+    run.wait_for(lambda: run.metrics()[-1]["step"] > at + 1, supervisor)
+    assert pids() == before and any(line.get("replayed") for line in run.metrics())
+
+
 @pytest.mark.timeout(300)
 def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once(run: WholeRun) -> None:
     supervisor = run.start("run", str(run.recipe))
@@ -78,6 +102,7 @@ def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once
     scale(run, 2)
     wait_for_samplers(run, supervisor, 2)
 
+    check_that_samplers_outlive_a_rank(run, supervisor)
     scale(run, 0)
     run.wait_for(lambda: any("no sampler is alive" in line for line in status(run).warnings), supervisor)
     run.wait_for(lambda: "waits for scored groups" in status(run).services[-1].activity, supervisor)
