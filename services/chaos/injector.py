@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.2
 _ALONE = (DISK, SUPERVISOR)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Made:
     """A fault that has come."""
 
@@ -40,7 +40,7 @@ class Made:
     began_at: float
     """Seconds since the start of the run."""
     ended_at: float | None = None
-    """Monotonic time of its end."""
+    """Monotonic time of its end, or of the start of the resumed run."""
     recovery_seconds: float | None = None
     """From its end until what it hit worked again; None: the run ended first."""
     resumed: bool = False
@@ -172,12 +172,23 @@ class Injector:
         code = self._run.supervisor.exit_code()
         if code is None:
             return
-        cause = next((made for made in self._open if made.effect.stops_run and not made.resumed), None)
+        cause = self._cause_of_end()
         if code == 0 or cause is None:
             self.result.exit_code = code
         elif cause.ended_at is not None:
-            cause.resumed = True
+            cause.resumed, cause.recovery_seconds = True, None
+            cause.ended_at, cause.published = time.monotonic(), self._published
+            if cause not in self._open:
+                self._open.append(cause)
             self._run.supervisor.resume()
+
+    def _cause_of_end(self) -> Made | None:
+        """The fault that has ended the run. The trainer may find later that it could not write on a full disk."""
+        may_end = (made for made in reversed(self.result.made) if made.effect.stops_run and not made.resumed)
+        made = next(may_end, None)
+        if made is None or made.ended_at is None or time.monotonic() < made.ended_at + RECOVERY_SECONDS:
+            return made
+        return None
 
 
 def described(made: Made, count: int) -> str:
