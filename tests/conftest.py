@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("busy", deadline=None)  # other work on the machine must not fail a test
+settings.register_profile("long", deadline=None, max_examples=1000)  # of the models that say so
 settings.load_profile("busy")
 
 # Before torch is loaded. As many processes as there are cores run tests: threads of one would spin against the other's.

@@ -37,9 +37,9 @@ def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
 
 def sampler_of(name: bytes, address: bytes, state: bytes, *numbers: bytes) -> Sampler:
     """Returns the sampler of a row of `samplers_alive`."""
-    version, incarnation, tensor_parallel_size, alive, generation = map(int, numbers)
+    version, incarnation, tensor_parallel_size, alive, generation, num_starts = map(int, numbers)
     texts = (name.decode(), address.decode(), cast("SamplerState", state.decode()))
-    return Sampler(*texts, version, incarnation, tensor_parallel_size, alive == 1, generation)
+    return Sampler(*texts, version, incarnation, tensor_parallel_size, alive == 1, generation, num_starts)
 
 
 def rows(reply: Sequence[bytes], width: int) -> list[Sequence[bytes]]:

@@ -330,7 +330,7 @@ class Buffer:
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:
         """Returns all samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
-        return [sampler_of(*row) for row in rows(reply, 8)]
+        return [sampler_of(*row) for row in rows(reply, 9)]
 
     def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
         """Makes a sampler that was updated to `version` LIVE, if that is still the published version.

@@ -71,4 +71,6 @@ class Sampler:
     alive: bool
     """Whether it sent a heartbeat within the requested time."""
     generation: int
+    """Of the process that registered last under this id. A later one has a higher one."""
+    num_starts: int = 1
     """Number of processes that have registered under this id."""

@@ -67,7 +67,7 @@ class Registered:
             state = "stopped"
             if sampler.alive:
                 state = "draining" if sampler.id in leaving else "running" if sampler.version >= 0 else "starting"
-            found[sampler.id] = Replica(state, 0, sampler.generation - 1)
+            found[sampler.id] = Replica(state, 0, sampler.num_starts - 1)
         found.pop("controller", None)
         return {name: one for name, one in found.items() if silences.get(name, inf) <= _FORGOTTEN_SECONDS}
 

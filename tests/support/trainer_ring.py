@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.protos.codec import encode_group, encode_headers, group_headers
+from tandem.protos.errors import FencedError, NotAdmittedError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Claim
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.services.run.folder import CONFIG_FILE
@@ -73,9 +76,30 @@ def put_scored(buffer: Buffer, groups: Iterable[TrajectoryGroup]) -> None:
     for group in groups:
         assert buffer.admit([(group.group_id, b"prompt")], group.prompt.index + 1) == 1
         (sampled,) = buffer.claim("prompts", SAMPLER, 1, LEASE_SECONDS, 0)
-        assert buffer.complete(sampled, encode_group(group))
-        (scored,) = claim(buffer, "generated")
-        assert buffer.complete(scored, encode_group(group), encode_headers(group_headers(group)))
+        _score(buffer, sampled, group)
+
+
+def _score(buffer: Buffer, sampled: Claim, group: TrajectoryGroup) -> None:
+    assert buffer.complete(sampled, encode_group(group))
+    (scored,) = claim(buffer, "generated")
+    assert buffer.complete(scored, encode_group(group), encode_headers(group_headers(group)))
+
+
+def put_scored_as_credits_return(buffer: Buffer, groups: Iterable[TrajectoryGroup], stop: threading.Event) -> None:
+    """Moves the groups to `scored`, in their order, whenever there is credit for one and a version is published."""
+    buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)
+    for group in groups:
+        sampled: list[Claim] = []
+        while not sampled:
+            if stop.wait(0.01):
+                return
+            buffer.admit([(group.group_id, b"prompt")], group.prompt.index + 1, after=group.prompt.index)
+            # In the name of whichever trainer there is, because there is no sampler that it could update.
+            trainer, version = buffer.counts()["incarnation"], buffer.published_version()
+            with suppress(FencedError, NotAdmittedError):
+                buffer.connection.run("admit_sampler", trainer, SAMPLER, "", version, 0, 0)
+                sampled = buffer.claim("prompts", SAMPLER, 1, LEASE_SECONDS, 0)
+        _score(buffer, sampled[0], group)
 
 
 def different_rewards(count: int, *, start: int = 0, **more: Any) -> list[TrajectoryGroup]:

@@ -1,4 +1,4 @@
--- The limiter. tests/services/buffer/test_limiter.py compares it with its Python twin.
+-- The limiter. tests/services/buffer/test_buffer_model.py compares it with its Python twin.
 -- outstanding, the size of a set, equals admitted - retired + restored. These three only grow.
 
 local OUTSTANDING = PREFIX .. 'outstanding'

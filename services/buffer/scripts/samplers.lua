@@ -23,8 +23,13 @@ local function refuse_unknown(name, generation)
   end
 end
 
+-- It is at least the clock, like a fencing token: a start that Redis has lost and the next one are told apart.
 local function next_generation(name)
-  return redis.call('HINCRBY', key('generations'), name, 1)
+  local last = number_of(key('generations'), name, 0)
+  local generation = string.format('%.0f', math.max(last + 1, CLOCK[1] * 1000000 + CLOCK[2]))
+  redis.call('HINCRBY', key('starts'), name, 1)
+  redis.call('HSET', key('generations'), name, generation)
+  return generation
 end
 
 local function admit_sampler(id, version, incarnation)

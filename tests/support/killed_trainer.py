@@ -1,0 +1,53 @@
+"""A trainer in a process of its own that ends by SIGKILL at a call of Redis or of the disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tandem.services.buffer.connection import Connection
+from tandem.services.config import Recipe
+from tandem.services.process import die_with_parent
+from tests.support.trainer_ring import train
+
+# Each trainer is forked from a process that has imported torch already.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.support.killed_trainer"])
+
+
+def train_until_killed(recipe: Recipe, url: str, num_calls: int, deadline_seconds: float) -> bool:
+    """Trains in a process that is killed before the call after `num_calls` others. Whether the run has ended."""
+    process = _PROCESSES.Process(target=_train, args=(recipe, url, num_calls))
+    process.start()
+    process.join(deadline_seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"the trainer neither ended nor was killed within {deadline_seconds:g} s")
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return process.exitcode == 0
+
+
+def _train(recipe: Recipe, url: str, num_calls: int) -> None:
+    die_with_parent()
+    lock, left = threading.Lock(), num_calls
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **more)
+
+        return call
+
+    Connection.run = counted(Connection.run)  # type: ignore[method-assign]
+    for name in ("fsync", "rename", "replace"):
+        setattr(os, name, counted(getattr(os, name)))
+    assert train(recipe, url)
