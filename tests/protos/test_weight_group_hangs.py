@@ -50,13 +50,13 @@ def test_a_receiver_behind_one_that_hangs_joins_another_group_at_once() -> None:
     eventually(lambda: receiver.progress()["done"])
     bucket = BucketSpec(64, (TensorSpec("weight", "float32", (16,), 0, 64),))
     receiver.start_receive(encode_manifest(WeightManifest(1, 1, "gloo", (bucket,))), "chain", LONG)
-    stuck = receiver.progress()
-    assert not stuck["done"]
+    stuck = receiver._transfer
+    assert stuck is not None and not stuck.progress["done"]
     sender.interrupt()
     receiver.start_join(asdict(WeightGroupAddress("127.0.0.1", "next", 2, "gloo")), 1, IN_MEMORY, TIMEOUT)
     opened("next", 2).close()
     eventually(lambda: receiver.progress()["done"])
     assert receiver.progress()["error"] is None
-    assert stuck["error"] is not None and stuck["error"][0] == "WeightTransferError"
+    assert stuck.progress["error"] is not None and stuck.progress["error"][0] == "WeightTransferError"
     sender.close()
     hung.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.services.chaos.checks import check_finished
 from tandem.services.commands.status import ledger_of
-from tandem.trainer.batch.record import record_folder
+from tandem.trainer.batch.record import PLAN_FILE, record_folder
 from tests.support.whole_run import WholeRun, processes_of
 
 TOTAL, P, FAULTS = 26, 4, 12
@@ -74,5 +74,7 @@ def check_what_is_found(run: WholeRun) -> None:
         assert f"of {TOTAL * P} groups, {TOTAL * P - P} are on disk" in missing
         assert f"{TOTAL * P - P}" in more and "metrics.jsonl" in lines
         shutil.copytree(first, last)
+        plan = json.loads((last / PLAN_FILE).read_text())
+        (last / PLAN_FILE).write_text(json.dumps({**plan, "policy_version": TOTAL}))
         found = check_finished(buffer, run.folder, P)
         assert sum("is trained 2 times" in line for line in found) == P
