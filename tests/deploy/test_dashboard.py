@@ -162,6 +162,8 @@ def test_a_live_run_is_shown_and_a_click_adds_a_sampler(run: WholeRun, server: S
         page.keyboard.press("/")
         page.locator(".samples button").first.click()
         expect(page.locator("article .token").first).to_be_visible()
+        page.select_option("#colour", "logprob")
+        expect(page.locator("pre.answer .token[title^='p = ']").first).to_be_visible()
         expect(page.locator("article dd").nth(2)).not_to_have_text("–")  # the advantage
         page.click("#tab-Events")
         expect(page.locator("td", has_text="rollout-1 joins the run").first).to_be_visible()

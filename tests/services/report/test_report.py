@@ -46,6 +46,8 @@ def test_a_report_shows_a_run_and_needs_no_network(tmp_path: Path) -> None:
     for title in ("Scorers: share of time in which they score", "Samplers: share of time in which they generate"):
         assert f"<h3>{title}</h3>" in body
     assert "Importance weights π_trainer/π_sampler by staleness" in body
+    for title in ("Staleness of the trained answers", "Seconds of the trainer by phase"):
+        assert f"<h2>{title}</h2>" in body
     assert re.search(r'accuracy after</td><td class="number">75.0%', body)
     assert "reward 1</span>" in body and "reward 0</span>" in body and "reward 0.5" not in body
     assert "run_id = &#34;mine&#34;" in body
