@@ -168,7 +168,8 @@ class StagedReceiver:
         arrived = self._arriving(transfer, manifest, group_name)
         tensors: Named = arrived
         if manifest.adapters is not None:
-            tensors = iter(self._base.merged(manifest.adapters, dict(arrived), self._device))
+            merged = self._base.merged(manifest.adapters, dict(arrived), self._device)[::-1]
+            tensors = (merged.pop() for _ in range(len(merged)))  # each is freed once it is loaded
         try:
             loaded = self._load(tensors)
         finally:

@@ -155,11 +155,13 @@ class Feed:
         """Admits groups until told to stop. When exhausted, it keeps running to replace groups dropped later."""
         poll = _SHORTEST_POLL_SECONDS
         while not stop.is_set():
-            if self._admit(self._buffer.admission()):
+            admission = self._buffer.admission()
+            if self._admit(admission):
                 poll = _SHORTEST_POLL_SECONDS
                 continue
             started = time.monotonic()
-            self._stream.prepare(_CHUNK_GROUPS)  # prepares groups for when credits return
+            if admission.wanted > 0:
+                self._stream.prepare(_CHUNK_GROUPS)  # for when credits return
             stop.wait(_IDLE_POLL_SECONDS if self._exhausted else poll)
             self.waiting_seconds += time.monotonic() - started
             poll = min(2 * poll, _LONGEST_POLL_SECONDS)
@@ -206,7 +208,7 @@ class Feed:
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the process's start, for heartbeat and Info."""
-        skipped = Counter(fault.reason for fault in self._stream.faults.values())
+        skipped = Counter(fault.reason for fault in list(self._stream.faults.values()))  # it grows
         return {
             "groups_admitted": self.admitted,
             "waiting_seconds": self.waiting_seconds,

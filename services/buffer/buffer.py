@@ -140,11 +140,11 @@ class Buffer:
         For `prompts`, raises NotAdmittedError if `worker` is no sampler LIVE at the published version, FencedError if a
         later start of the sampler replaced this process.
         """
-        generation = self._generation(worker)
-        arguments = (stage, worker, generation, n, milliseconds(lease_seconds))
         assert n > 0
 
         def attempt() -> list[Claim]:
+            generation = self._generation(worker)
+            arguments = (stage, worker, generation, n, milliseconds(lease_seconds))
             try:
                 reply = self.connection.run("claim", new_request(), *arguments)
             except LostWritesError:
@@ -319,12 +319,13 @@ class Buffer:
         """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does. Registers
         it again if Redis has lost its registration.
         """
-        generation, report = self._generation(name), (json.dumps(dict(figures)), activity)
-        try:
-            told = self.connection.run("heartbeat", name, generation, *report)
-        except LostWritesError:
-            self._register_again(name, generation)
-            told = self.connection.run("heartbeat", name, self._generation(name), *report)
+        told, generation = b"replaced", None
+        while told == b"replaced" and generation != self._generation(name):  # a thread may register it again meanwhile
+            generation = self._generation(name)
+            try:
+                told = self.connection.run("heartbeat", name, generation, json.dumps(dict(figures)), activity)
+            except LostWritesError:
+                self._register_again(name, generation)
         return cast("Told", told.decode())
 
     def samplers(self, alive_within_seconds: float = ALIVE_SECONDS) -> list[Sampler]:

@@ -63,12 +63,17 @@ class EmbeddedRedis:
                 return True
             except (redis.ConnectionError, redis.TimeoutError):
                 return False
+            except redis.RedisError:  # a refusal, such as BUSY
+                return True
             return True
 
     def kill(self) -> None:
-        """Ends the server at once; that is safe, since every acknowledged write is synced."""
+        """Ends the server; that is safe, since every acknowledged write is synced. One that waits for a disk that does
+        not answer lives until the disk does.
+        """
         self._process.kill()
-        self._process.wait(_STOP_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
 
     def stop(self, grace_seconds: float = _STOP_SECONDS) -> None:
         """Stops the server, and kills it after `grace_seconds`. The append-only file stays. May be called twice."""

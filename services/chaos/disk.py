@@ -47,9 +47,15 @@ class SmallDisk(AbstractContextManager["SmallDisk"]):
 
     def fill(self) -> None:
         """Leaves no room. What is written is kept."""
-        status = os.statvfs(self._folder)
-        used = (status.f_blocks - status.f_bfree) * status.f_frsize
-        self._mount("-o", f"remount,size={used + _LEFT_BYTES}")  # a file that fills a large disk would take memory
+        for times in (1, 4, 16):  # what is written until the new size counts has to fit
+            status = os.statvfs(self._folder)
+            used = (status.f_blocks - status.f_bfree) * status.f_frsize
+            try:  # a file that fills a large disk would take memory
+                self._mount("-o", f"remount,size={used + times * _LEFT_BYTES}")
+                break
+            except EnvironmentLackError:
+                if times == 16:
+                    raise
         with open(self._filler, "wb", buffering=0) as filler, suppress(OSError):  # ENOSPC: that is the aim
             while filler.write(b"\0" * _BLOCK_BYTES):
                 pass

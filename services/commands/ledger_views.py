@@ -124,7 +124,7 @@ def repair_run(folder: Path, console: Console, *, dry_run: bool) -> int:
                 step.do()
         if plan.steps and not dry_run:  # a rollback may have mended what the ledger contradicted
             plan = plan_repair(buffer, folder)
-            assert not plan.steps, "a repair leaves nothing to repair"
+            plan.beyond += [f"{step.text} has not helped" for step in plan.steps]
     for line in plan.beyond:
         print_line(console, f"cannot be repaired: {line}")
     return 1 if plan.beyond else 0

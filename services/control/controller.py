@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import AbstractContextManager, suppress
 
-from tandem.protos.errors import FencedError, RunExistsError, TandemError, UserError
+from tandem.protos.errors import FencedError, RunExistsError, TandemError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import ALL, Orders, ReplicaOrder, SamplerOrder
 from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS, Observation
@@ -218,10 +218,13 @@ class Controller(AbstractContextManager["Controller"]):
                     self._tell_samplers(self.launcher)
             self._fault = ""
         except FencedError as error:
+            self._answered_at = time.monotonic()
             if self.failure is None:
                 log.error("%s; this one takes no more orders", error)
             self.failure = error
-        except TandemError as error:  # Redis is restarting, or the launcher refuses
+        except TandemError as error:  # Redis is restarting or full, or the launcher refuses
+            if not isinstance(error, UnavailableError):
+                self._answered_at = time.monotonic()
             if str(error) != self._fault:
                 log.warning("%s", error)
             self._fault = str(error)

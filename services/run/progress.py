@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from tandem.protos.errors import TandemError
+from tandem.protos.errors import TandemError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.starvation import Observation, Verdict, diagnose
 from tandem.services.command_line import cell, print_line
@@ -209,7 +209,9 @@ class RunWatch(Repeated):
                 self._drop_errors = self._buffer.drop_errors()
             if self._seen.counts.get("set_aside", 0) > len(self._set_aside) < _MOST_SET_ASIDE:
                 self._set_aside |= self._buffer.set_aside()
-        except TandemError:  # Redis is restarting; keep the previous figures
+        except TandemError as error:  # Redis is restarting or full; keep the previous figures
+            if not isinstance(error, UnavailableError):
+                self._answered_at = time.monotonic()
             return
         self._answered_at = now = time.monotonic()
         silences = self._seen.silences

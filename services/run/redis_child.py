@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tandem.protos.errors import EnvironmentLackError, UnavailableError
-from tandem.services.buffer.redis_server import start_redis
+from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
 from tandem.services.run.folder import disk_full
 
 FIRST_DELAY_SECONDS = 0.5
@@ -57,6 +57,7 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._progress = progress
         self._silence = silence
         self._policy = RestartPolicy()
+        self._killed: EmbeddedRedis | None = None
         self._restart_at: float | None = None
         """Monotonic time at which a dead server is started again."""
         self._start()
@@ -85,13 +86,17 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         assert self.url == url, "the services know Redis by its first address"
 
     def _hangs(self) -> bool:
-        """Kills a server that nobody has had an answer from for `SILENT_SECONDS`, and that does not answer now."""
+        """Kills a server that nobody has had an answer from for `SILENT_SECONDS`, and that does not answer now. Returns
+        whether it has ended.
+        """
         silence = min(self._silence(), time.monotonic() - self._started_at)
         if silence < SILENT_SECONDS or self._server.answers():
             return False
-        self._report(f"Redis has not answered for {SILENT_SECONDS:.0f} s; it is killed")
-        self._server.kill()
-        return True
+        if self._killed is not self._server:
+            self._killed = self._server
+            self._report(f"Redis has not answered for {SILENT_SECONDS:.0f} s; it is killed")
+            self._server.kill()
+        return not self._server.alive
 
     def _delay(self) -> float:
         if disk_full(self._folder):

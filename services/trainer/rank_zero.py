@@ -108,6 +108,7 @@ class RankZero:
         self._step_since = time.monotonic()
         """When the loop, in which all ranks meet, last called this object."""
         self._longest_step_seconds = 0.0
+        self._num_checks = 0
         with ExitStack() as stack:
             self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
             stack.callback(self._metrics.close)
@@ -155,6 +156,7 @@ class RankZero:
         every optimizer step.
         """
         self._end_step()
+        self._num_checks += 1
         self._check_publication()
         self._buffer.check_incarnation(self.incarnation)
 
@@ -331,7 +333,8 @@ class RankZero:
             "waiting_seconds": 0.0 if since is None else now - since,
             "starved_seconds": now - starved_since,
             "publishing_seconds": now - self._publishing_since if self._is_publishing else 0.0,
-            "step_seconds": now - self._step_since,
+            # Before a whole optimizer step, nobody knows how long one takes.
+            "step_seconds": now - self._step_since if self._num_checks > 1 else 0.0,
             "longest_step_seconds": self._longest_step_seconds,
         }
 

@@ -246,19 +246,25 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """Writes the export that is due, beside the version's publication, and when that is over, the checkpoint; then
-        starts a due evaluation.
+        """Writes the export that is due, beside the version's publication unless a checkpoint is due, which is written
+        first, once the version is published. Then starts a due evaluation.
         """
-        if self._due(self.recipe.trainer.export_every):
-            self.check_incarnation()
-            self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
-        if not any(map(self._due, (self.recipe.checkpoint_every, self.recipe.trainer.evaluate_every))):
+        exports, saves = self._due(self.recipe.trainer.export_every), self._due(self.recipe.checkpoint_every)
+        if exports and not saves:
+            self.export()
+        if not saves and not self._due(self.recipe.trainer.evaluate_every):
             return
         self.wait_until_published()
-        if self._due(self.recipe.checkpoint_every):
+        if saves:
             self.save_checkpoint()
+            if exports:
+                self.export()
         if self._due(self.recipe.trainer.evaluate_every):
             self.evaluate()
+
+    def export(self) -> None:
+        self.check_incarnation()
+        self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
 
     def save_checkpoint(self) -> None:
         if self.saved_version != self.version:

@@ -53,7 +53,7 @@ assert estimate(batch, options).advantages_N.tolist() == [0.0, 3.0, 0.0]
 """,
     "sampling engine": """
 import asyncio, sys
-from tandem.protos.types import SamplingParameters
+from tandem.protos.types import SamplingParameters, WeightManifest
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.services.data.tiny_model import build_tiny_model
@@ -64,6 +64,8 @@ async def sample():
     engine = find_engine(config.engine)
     sampler = await engine.start(SamplerArguments(config, sys.argv[1], "float32", 64, 0))
     (trajectory,) = await sampler.sample([5, 6, 7], 1, SamplingParameters(max_tokens=2))
+    await sampler.update_weights(WeightManifest(0, 0, "disk", ()), "none", 20.0)
+    assert sampler.policy_version == 0
     sampler.close()
     assert trajectory.segments[0].ids.tolist() == [5, 6, 7, 5, 6] and sampler.is_dead
 

@@ -229,6 +229,7 @@ class EndingSamplers:
         self._buffer.admit_sampler(1, sampler, 0)
 
     def _drop_leased(self) -> int:
+        self._buffer.counts()  # once this is answered, Redis has read all that the sampler sent before it was killed
         number = self._buffer.counts()["prompts_leased"]
         self._buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)  # puts its predecessor's leases in front
         self._admit_sampler()

@@ -8,6 +8,7 @@ import pytest
 
 from tandem.protos.errors import FencedError, LostWritesError, NotAdmittedError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import STATES
 from tests.support import redis_ring as ring
 
@@ -183,6 +184,29 @@ def test_a_heartbeat_registers_again_what_redis_has_lost(buffer: Buffer, redis_u
     assert service.heartbeat(name, {}) == "replaced", "a later start is not taken for a loss"
     later.close()
     service.close()
+
+
+def test_a_heartbeat_does_not_take_its_own_new_registration_for_a_later_start(
+    buffer: Buffer, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread finds the registration lost while the heartbeat is under way."""
+    sampler, original = Buffer(redis_url, buffer.run_id), Connection.run
+    sampler.register_sampler("rollout-1", "127.0.0.1:2", 1)
+    seen: list[object] = []
+
+    def run(self: Connection, name: str, *arguments: bytes | str | int) -> object:
+        if name == "heartbeat" and not seen:
+            sampler._register_again("rollout-1", sampler._generation("rollout-1"))
+        seen.extend(arguments[1:2] if name == "heartbeat" else ())
+        return original(self, name, *arguments)
+
+    monkeypatch.setattr(Connection, "run", run)
+    assert sampler.heartbeat("rollout-1", {}) == ""
+    assert len(seen) == 2 and seen[0] != seen[1]
+    monkeypatch.undo()
+    buffer.register_sampler("rollout-1", "127.0.0.1:3", 1)
+    assert sampler.heartbeat("rollout-1", {}) == "replaced"
+    sampler.close()
 
 
 def test_threads_that_find_one_registration_lost_register_once(buffer: Buffer, redis_url: str) -> None:
