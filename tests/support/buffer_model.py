@@ -36,7 +36,7 @@ class LedgerModel(LedgerState):
     # ---- the feed ----
 
     def admission(self) -> Reply:
-        return [self.limiter.free, self.limiter.wanted, self.cursor]
+        return [self.limiter.free, self.limiter.wanted, self.cursor, len(self.set_aside)]
 
     def admit(self, request: str, cursor: str, after: str, *flat: Any) -> Reply:
         if request in self.answers:
@@ -119,6 +119,8 @@ class LedgerModel(LedgerState):
                 if stage == "prompts":
                     self._enter(group_id, "generated_waiting", "back")
                     continue
+                if self.consecutive_drops:
+                    self.set_aside, self.suspected = self.set_aside | self.suspected, set()
                 known.headers, self.consecutive_drops = headers, 0
                 self.sequence += 1
                 self._enter(group_id, "scored_waiting", self.sequence)
@@ -299,6 +301,7 @@ class LedgerModel(LedgerState):
         figures = self.figures() | {state: len(self.queue(state)) for state in states}
         figures |= {"outstanding": len(self.limiter.outstanding), "published_version": self.published_version}
         figures |= {"consecutive_drops": self.consecutive_drops, "incarnation": self.incarnation}
+        figures |= {"set_aside": len(self.set_aside)}
         return [value for pair in figures.items() for value in pair]
 
     def verify_groups(self, *_ids: str) -> Reply:

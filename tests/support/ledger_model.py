@@ -100,6 +100,8 @@ class LedgerState:
         self.committed: set[str] = set()
         self.dropped: dict[str, set[str]] = {}
         self.reentered: set[str] = set()
+        self.suspected: set[str] = set()
+        self.set_aside: set[str] = set()
         self.incarnation = self.trainer_sequence = self.cursor = self.committed_version = 0
         self.published_version = self.recorded_version = -1
         self.feed_done = ""
@@ -192,6 +194,8 @@ class LedgerState:
         for ids in ended:
             ids.remove(group_id)
             self.limiter.dropped -= ids is not self.committed
+        self.suspected.discard(group_id)
+        self.set_aside.discard(group_id)
         self.limiter.restore([group_id])
         group = self._enter(group_id, "trained", version)
         group.token, group.worker, group.payload, group.partial, group.headers = 0, "", None, None, None
@@ -205,6 +209,7 @@ class LedgerState:
         failures[kind] = failures.get(kind, 0) + 1
         if failures[kind] > self.budgets.get(kind, MOST_HOLDERS):
             self._drop(group_id, reason)
+            self.suspected |= {group_id} if kind != "infrastructure" else set()
             self.consecutive_drops += 1
             return "dropped"
         self._requeue(group_id, stage, place)

@@ -165,18 +165,20 @@ class ModelledRun:
             pipeline.hgetall(self._key("counters"))
             pipeline.smembers(self._key("outstanding"))
             pipeline.smembers(self._key("reentered"))
+            pipeline.hkeys(self._key("set_aside"))
             pipeline.hmget(self._key("meta"), *_META)
             for stage in (*STAGES, "scored"):
                 pipeline.llen(self._key(f"signal:{stage}"))
             for queue in queues:
                 pipeline.zrange(self._key(queue), 0, -1, withscores=True)
-            states, counters, outstanding, reentered, meta, *more = pipeline.execute()
+            states, counters, outstanding, reentered, set_aside, meta, *more = pipeline.execute()
         assert _texts(states) == {group_id: group.state for group_id, group in model.groups.items()}
         known = {name: int(value) for name, value in _texts(counters).items()}
         figures = dict.fromkeys((name for name in known if name.startswith("dropped")), 0) | model.figures()
         assert {name: known.get(name, 0) for name in figures} == figures
         assert {one.decode() for one in outstanding} == model.limiter.outstanding
         assert {one.decode() for one in reentered} == model.reentered
+        assert {one.decode() for one in set_aside} == model.set_aside
         for name, value in zip(_META, meta, strict=True):
             assert (value or b"0").decode() == str(getattr(model, name) or 0), name
         for stage, num_signals in zip((*STAGES, "scored"), more[:3], strict=True):

@@ -12,11 +12,10 @@ local function restore(id)
   if ended then
     mark(ended, id, 0)
     count(ended, -1)
-    if ended ~= 'committed' then
-      count('dropped', -1)
-      redis.call('HDEL', key('set_aside'), id)
-    end
+    if ended ~= 'committed' then count('dropped', -1) end
   end
+  redis.call('HDEL', key('set_aside'), id)
+  redis.call('HDEL', key('suspected'), id)
   if state or ended then
     limiter.restore(id)
   else
