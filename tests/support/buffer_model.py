@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.errors import DataError, LedgerError, LostWritesError
 from tandem.services.buffer.types import LIVE_STATES
 from tests.support.ledger_model import CHUNK, LONGEST_STEP_MS, STAGES, Group, LedgerState, SamplerEntry
 
@@ -311,7 +311,10 @@ class LedgerModel(LedgerState):
         return []
 
     def heartbeat(self, name: str, generation: str, *_report: str) -> Reply:
-        if generation and self.generations.get(name, 0) > int(generation):
+        known = self.generations.get(name, 0)
+        if known < int(generation or 0):
+            raise LostWritesError("has lost the registration")
+        if generation and known > int(generation):
             return "replaced"
         self.beats[name] = self.now_ms
         return "left" if name in self.orders["left"] else ""
