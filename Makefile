@@ -17,7 +17,7 @@ help:  ## list the targets
 setup:  ## create or update .venv (needs no root and no compiler)
 	@EXTRA=$(EXTRA) deploy/setup.sh
 
-demo: setup  ## train a tiny model through the real services, in about three minutes
+demo: setup  ## train a tiny model through the real services, in about two minutes
 	@$(BIN)/tandem demo $(ARGS)
 
 test: setup  ## unit, property and service tests
