@@ -20,10 +20,12 @@ from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.process import lock_file
+from tandem.services.run.folder import write_text
 from tandem.trainer.batch.record import read_plan, recorded_versions
 from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
 
 CHECKPOINTS_FOLDER = "checkpoints"
+INCARNATION_FILE = "incarnation"
 LOCK_FILE = "trainer.lock"
 STOPPING = "stops"
 """What a trainer that was told to stop reports as its activity."""
@@ -80,11 +82,30 @@ def read_records(buffer: Buffer, folder: Path, checkpoint_version: int) -> dict[
     return {version: read_plan(folder, version).group_ids for version in versions}
 
 
+def begin_incarnation(buffer: Buffer, folder: Path) -> int:
+    """Begins a new incarnation, which fences every earlier one. Its number is on disk before it is used, because
+    samplers refuse the weights of a lower number than they have seen, and Redis may forget the number.
+
+    Raises EnvironmentLackError if the run folder cannot be written.
+    """
+    incarnation = buffer.begin_incarnation(highest_incarnation(folder))
+    write_text(folder / INCARNATION_FILE, f"{incarnation}\n")
+    return incarnation
+
+
 def highest_incarnation(folder: Path) -> int:
-    """The highest incarnation that has written a checkpoint or the last batch of the run folder; 0 if there is none."""
+    """The highest incarnation that has begun in the run folder, or written a checkpoint or its last batch; 0 if there
+    is none. Raises RunFolderError if the file that holds it is damaged.
+    """
     written = [incarnation for _, incarnation, _ in list_checkpoints(folder / CHECKPOINTS_FOLDER)]
     if recorded := recorded_versions(folder):
         written.append(read_plan(folder, recorded[-1]).incarnation)
+    file = folder / INCARNATION_FILE
+    if file.exists():
+        text = file.read_text(errors="replace").strip()
+        if not text.isdecimal():
+            raise RunFolderError(f"{file} holds {text[:40]!r} instead of a number; remove it if no trainer works here")
+        written.append(int(text))
     return max(written, default=0)
 
 

@@ -23,8 +23,8 @@ from tandem.services.run.resume import from_its_weights
 from tandem.services.trainer.folder_check import compare_with_folder
 from tandem.services.trainer.recovery import (
     CHECKPOINTS_FOLDER,
+    begin_incarnation,
     find_resume_point,
-    highest_incarnation,
     read_records,
     trainer_lock,
 )
@@ -97,7 +97,7 @@ def _roll_back(buffer: Buffer, folder: Path) -> None:
     """As a trainer that takes the run over."""
     version = find_resume_point(folder).checkpoint_version
     records = read_records(buffer, folder, version)
-    buffer.rollback(buffer.begin_incarnation(highest_incarnation(folder)), version, records)
+    buffer.rollback(begin_incarnation(buffer, folder), version, records)
 
 
 def _rebuilt(buffer: Buffer, folder: Path) -> str:

@@ -17,9 +17,9 @@ from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.trainer.recovery import (
     ResumePoint,
+    begin_incarnation,
     check_world_size,
     find_resume_point,
-    highest_incarnation,
     read_records,
     trainer_lock,
 )
@@ -65,7 +65,7 @@ class Takeover(AbstractContextManager["Takeover"]):
         """Ends the trainer that is alive: its next step is refused. Returns the resume point that it leaves. Raises
         DeadlineError if it does not end in time.
         """
-        self._buffer.begin_incarnation(highest_incarnation(self._recipe.folder))
+        begin_incarnation(self._buffer, self._recipe.folder)
         # The other ranks wait in a collective meanwhile.
         seconds = self._recipe.trainer.collective_timeout_seconds / 2
         self._stack.enter_context(trainer_lock(self._recipe.folder, seconds))
@@ -74,7 +74,7 @@ class Takeover(AbstractContextManager["Takeover"]):
     def begin(self) -> int:
         """Begins a new incarnation, which fences every earlier one, and sets the ledger to match the run folder."""
         folder = self._recipe.folder
-        incarnation = self._buffer.begin_incarnation(highest_incarnation(folder))
+        incarnation = begin_incarnation(self._buffer, folder)
         if find_resume_point(folder) != self.resume_point:  # on some network mounts its lock does not hold
             raise LedgerError(f"an earlier trainer still wrote into {folder}; this one has to start again")
         checkpoint_version = self.resume_point.checkpoint_version

@@ -21,7 +21,7 @@ Deliver = Callable[[Sampler, tuple[int, int]], bool]
 @dataclass
 class Disk:
     """`records`: version → group ids of its batch. `checkpoints`: version → the groups in the weights, in order.
-    `staleness`: that of all groups of the batches. `incarnation` is the highest that has written.
+    `staleness`: that of all groups of the batches. `incarnation` is the highest that has begun.
     """
 
     records: dict[int, list[str]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class TrainerProcess:
         buffer, disk, connection = self.buffer, self.disk, self.buffer.connection
         checkpoint = max(disk.checkpoints)
         check_records(connection, checkpoint, self._needed(checkpoint), recorded_version(connection))
-        self.incarnation = buffer.begin_incarnation(disk.incarnation)
+        self.incarnation = disk.incarnation = buffer.begin_incarnation(disk.incarnation)
         buffer.rollback(self.incarnation, checkpoint, self._needed(checkpoint))
         self.weights = list(disk.checkpoints[checkpoint])
         for version in range(checkpoint + 1, disk.last + 1):
@@ -99,7 +99,6 @@ class TrainerProcess:
                 buffer.check_incarnation(incarnation)
                 disk.staleness += [disk.last - version for version in self.claimed.values()]
                 disk.records[disk.last + 1], self.claimed = list(self.claimed), {}
-                disk.incarnation = max(disk.incarnation, incarnation)
             case "record":
                 self.recorded += 1
                 buffer.record(incarnation, self.recorded, disk.records[self.recorded])
@@ -119,7 +118,6 @@ class TrainerProcess:
             case "save":
                 buffer.check_incarnation(incarnation)
                 disk.checkpoints[self.version] = list(self.weights)
-                disk.incarnation = max(disk.incarnation, incarnation)
             case "commit":
                 buffer.commit(incarnation, max(disk.checkpoints))
             case "catch up":

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.protos.errors import FencedError, SelectionError, TrainingError
+from tandem.protos.errors import FencedError, RunFolderError, SelectionError, TrainingError
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.run.watchdog import Watchdog
 from tandem.services.trainer import batch_source
 from tandem.services.trainer.ranks import run_local_ranks
-from tandem.services.trainer.recovery import highest_incarnation
+from tandem.services.trainer.recovery import begin_incarnation, highest_incarnation
 from tandem.trainer.batch.record import recorded_versions, write_record
 from tandem.trainer.checkpoints import files
 from tandem.trainer.checkpoints.state import list_checkpoints, read_state
@@ -342,3 +342,10 @@ def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(tmp_
     batch, groups = make_batch([make_group(0)], policy_version=1)
     write_record(recipe.folder, replace(batch, incarnation=50), make_payloads(groups.values()))
     assert highest_incarnation(recipe.folder) == 50
+    assert begin_incarnation(buffer, recipe.folder) == highest_incarnation(recipe.folder) == 51
+    buffer.delete()
+    buffer = make_run(redis_url, recipe)
+    assert begin_incarnation(buffer, recipe.folder) == 52, "samplers may have weights of 51, which wrote nothing else"
+    (recipe.folder / "incarnation").write_text("a\x1b]0;b")
+    with pytest.raises(RunFolderError, match=r"incarnation holds 'a\\x1b]0;b' instead of a number"):
+        begin_incarnation(buffer, recipe.folder)
