@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
@@ -334,11 +334,13 @@ CHECKS = settings(
     stateful_step_count=25,
     deadline=None,
     derandomize=not IS_LONG,
+    phases=list(Phase) if IS_LONG else [Phase.generate],  # shrinking takes minutes
     database=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
+@pytest.mark.timeout(3600 if IS_LONG else 300)
 def test_redis_and_a_model_agree_whatever_dies_and_whatever_redis_loses(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
