@@ -34,6 +34,8 @@ _STOP_SECONDS = 5.0
 _TORN = "aof-load-truncated is enabled"
 _DAMAGED = "Bad file format"
 _PING_SECONDS = 2.0
+REWRITE_BYTES = 256 << 20
+"""An append-only file of this length is written anew."""
 
 
 class EmbeddedRedis:
@@ -134,6 +136,8 @@ def start_redis(folder: Path) -> EmbeddedRedis:
         _wait_until_it_answers(server, log_file)
         if _TORN in _text(log_file)[told_before:]:
             _replace_torn_file(server, data)
+        else:
+            _shorten_long_file(server)
     except BaseException:
         server.stop()
         raise
@@ -150,7 +154,7 @@ def _options(data: Path, log_file: Path, socket: Path) -> list[str]:
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",  # `everysec` loses acknowledged writes if the server is killed
-        "auto-aof-rewrite-min-size": "256mb",
+        "auto-aof-rewrite-min-size": str(REWRITE_BYTES),
         "maxmemory-policy": "noeviction",
     }
     return [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -216,6 +220,15 @@ def _replace_torn_file(server: EmbeddedRedis, data: Path) -> None:
             time.sleep(0.01)
     if state["aof_last_bgrewrite_status"] != "ok":
         raise EnvironmentLackError(f"{data} could not be written anew; is its disk full? free space there")
+
+
+def _shorten_long_file(server: EmbeddedRedis) -> None:
+    """Has a long append-only file written anew beside the calls of clients. Redis itself waits until the file has twice
+    the length that it had at the start, so with many restarts it would grow without end.
+    """
+    with contextlib.closing(redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)) as client:
+        if client.info("persistence")["aof_current_size"] >= REWRITE_BYTES:
+            client.bgrewriteaof()
 
 
 def _died_at_start(log_file: Path) -> EnvironmentLackError:

@@ -22,8 +22,8 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._server = start_redis(folder)
-        self._sizes: deque[tuple[float, Path, int]] = deque(maxlen=_KEPT_SAMPLES)
-        """Monotonic time, append-only file, its bytes."""
+        self._sizes: deque[tuple[float, int, int]] = deque(maxlen=_KEPT_SAMPLES)
+        """Monotonic time, inode of the append-only file, its bytes."""
 
     @property
     def url(self) -> str:
@@ -41,7 +41,8 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
     def note_size(self) -> None:
         """Notes how long the append-only file is now, for `restart_without_last_second`."""
         if (file := self._log()) is not None:
-            self._sizes.append((time.monotonic(), file, file.stat().st_size))
+            status = file.stat()
+            self._sizes.append((time.monotonic(), status.st_ino, status.st_size))
 
     def restart_if_dead(self) -> None:
         """Restarts a dead server from its append-only file, as the supervisor does with the Redis of its own."""
@@ -58,11 +59,12 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
         self.kill()
         killed_at, file = time.monotonic(), self._log()
         self._server.stop()
-        known = (size for at, of, size in reversed(self._sizes) if at <= killed_at - LOST_SECONDS and of == file)
-        kept = next(known, None)  # None: the file has been rewritten since
         lost = 0
-        if file is not None and kept is not None:
-            lost = file.stat().st_size - kept
+        if file is not None:
+            status, before = file.stat(), killed_at - LOST_SECONDS
+            known = (size for at, inode, size in reversed(self._sizes) if at <= before and inode == status.st_ino)
+            kept = next(known, status.st_size)  # if it has been written anew since, all of it
+            lost = status.st_size - kept
             os.truncate(file, kept)
         self._sizes.clear()
         self._server = start_redis(self._folder)

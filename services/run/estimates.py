@@ -29,20 +29,22 @@ LOG_COPIES = 3
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
 
 
-def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """Estimates what a run writes, with payloads of half the maximum length. Adapters are not counted."""
+def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None, *, last_version: int = 0) -> float:
+    """Estimates what a run writes after this version, with payloads of half the maximum length. Adapters are not
+    counted.
+    """
     run, trainer = recipe.run, recipe.trainer
+    coming = max(0, run.total_batches - last_version)
     group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
     kept = max(run.keep_batches, trainer.keep_checkpoints * recipe.checkpoint_every) + recipe.checkpoint_every
-    batches = min(run.total_batches, kept) if run.keep_batches else run.total_batches
+    batches = min(coming, kept) if run.keep_batches else coming
     recorded = 2 * batches * run.groups_per_batch  # at most as many rejected groups as trained ones are kept
     payloads = group * (recorded + LOG_COPIES * recipe.credits)
     payloads += 0 if external_redis_url(recipe) else LOG_COPIES * job_bytes(recipe)
     if facts is None:
         return payloads
-    never = run.total_batches + 1
-    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // recipe.checkpoint_every)
-    exports = 1 + run.total_batches // (trainer.export_every or never)
+    checkpoints = min(trainer.keep_checkpoints + 1, 1 + coming // recipe.checkpoint_every)
+    exports = 1 + (coming // trainer.export_every if trainer.export_every else 0)
     num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
     checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
     return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)

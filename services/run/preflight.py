@@ -44,6 +44,7 @@ from tandem.services.run.model_check import (
 from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, num_cores
 from tandem.services.run.resume import check_resumable
 from tandem.trainer.backend import registry as training_backends
+from tandem.trainer.batch.record import recorded_versions
 
 if TYPE_CHECKING:
     from tandem.reward.rubric.rubric import Rubric
@@ -218,7 +219,8 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise cannot_write(place, error) from None
-    need, free = disk_need_bytes(recipe, facts), shutil.disk_usage(place).free
+    last_version = max(recorded_versions(recipe.folder), default=0)
+    need, free = disk_need_bytes(recipe, facts, last_version=last_version), shutil.disk_usage(place).free
     if free < need:
         raise EnvironmentLackError(
             f"{place}: {_size(free)} free, and the run writes about {_size(need)} (checkpoints, exports, batches, "

@@ -82,6 +82,17 @@ def test_a_large_log_is_loaded_before_it_answers(start: Start) -> None:
     assert _client(start()).dbsize() == 100_000
 
 
+def test_a_log_that_grew_over_several_starts_is_written_anew(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, Redis waits for twice the length that the log had at the start."""
+    server = start()
+    _client(server).eval("for i = 1, 300 do redis.call('SET', 'key', i .. string.rep('x', 100)) end", 0)
+    server.stop()
+    monkeypatch.setattr(redis_server, "REWRITE_BYTES", 20 << 10)
+    client = _client(start())
+    eventually(lambda: client.info("persistence")["aof_current_size"] < 1 << 10)
+    assert client.get("key") == b"300" + 100 * b"x"
+
+
 def test_a_stopped_server_that_hangs_is_killed(start: Start) -> None:
     server = start()
     os.kill(server.pid, signal.SIGSTOP)

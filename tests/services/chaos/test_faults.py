@@ -137,6 +137,11 @@ def test_a_redis_restarts_without_what_it_wrote_in_its_last_second(
         eventually(lambda: has_ended(server.pid))
         server.restart_if_dead()
         assert client.get("later") == b"1", "a restart loses nothing"
+        server.note_size()
+        client.bgrewriteaof()
+        eventually(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        assert server.restart_without_last_second() == 0, "the noted size is that of the file before"
+        assert client.get("later") == b"1"
 
 
 def test_a_small_disk_is_full_and_free_again_and_leaves_its_files(tmp_path: Path) -> None:

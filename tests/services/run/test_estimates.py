@@ -51,6 +51,12 @@ def test_batches_that_are_not_kept_need_no_disk(values: Values) -> None:
     assert needs[200] < 0.3 * needs[0] and needs[2000] == needs[0]
 
 
+def test_batches_that_are_written_need_no_further_disk(values: Values) -> None:
+    recipe = recipe_of(values, run={"total_batches": 1000})
+    whole, half, none = (estimates.disk_need_bytes(recipe, None, last_version=last) for last in (0, 500, 1000))
+    assert none < half == pytest.approx((whole + none) / 2)
+
+
 def test_the_disk_has_room_for_rejected_groups(values: Values) -> None:
     """A trainer keeps as many of them for each batch as it trains, and an id and a log-prob take 8 bytes at least."""
     run = recipe_of(values, run={"total_batches": 1000})
