@@ -75,7 +75,8 @@ class ScorerInfo:
     """Where the scorer runs: one of `tandem.reward.contracts.Isolation`."""
 
 
-Message = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
+Message = JsonObject
 """A chat message: `role`, `content` and any other key that the chat template reads."""
 
 
@@ -103,9 +104,10 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """An environment that a policy acts in for several turns, one episode at a time. No service runs environments yet.
+    """An environment that a policy acts in for several turns. Each episode has an object of its own.
 
-    An environment that can be interrupted also has `snapshot() -> bytes` and `restore(state: bytes) -> None`.
+    The methods run in the event loop of a process that has the environments of several episodes, so they may not block
+    it (docs/environments.md).
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:

@@ -103,6 +103,10 @@ class UnavailableError(TandemError, grpc_code="UNAVAILABLE"):
     """Another service, or Redis, cannot be reached."""
 
 
+class EpisodeError(TandemError, grpc_code="UNAVAILABLE"):
+    """An environment raised, hung, died or broke its contract. Its episode starts again or has no reward."""
+
+
 class WeightTransferError(TandemError, grpc_code="DATA_LOSS"):
     """A bucket did not arrive, or its digest did not match. The engine keeps its old weights."""
 

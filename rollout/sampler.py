@@ -32,6 +32,7 @@ from tandem.protos.types import (
     WeightGroupAddress,
     WeightManifest,
 )
+from tandem.rollout.segments import unsampled, with_sampled
 
 PromptIds = Sequence[int] | NDArray[np.int32]
 NO_VERSION = (0, -1)
@@ -195,7 +196,7 @@ class Sampler(ABC):
 
     async def sample_one(
         self,
-        prompt_ids: PromptIds,
+        prompt_ids: PromptIds | Segment,
         sampling: SamplingParameters,
         *,
         trajectory_id: int,
@@ -205,10 +206,14 @@ class Sampler(ABC):
         """Samples one trajectory, a request of its own.
 
         With a `key` (a group's id) or a seed in `sampling`, its random numbers depend only on the run's seed, those two
-        and `trajectory_id`. An `unfinished` one, from `unfinished` of any sampler, is continued after its last token.
+        and `trajectory_id`. An `unfinished` one, from `unfinished` of any sampler, is continued after its last token. A
+        segment in place of the prompt, such as the turns before, stays the beginning of the trajectory as it is.
 
         Raises DataError if the prompt or the parameters cannot be used, UnavailableError once the engine has ended.
         """
+        begun = unfinished.segments[0] if unfinished else None
+        if isinstance(prompt_ids, Segment):
+            begun, prompt_ids = prompt_ids, prompt_ids.ids
         prompt = np.asarray(prompt_ids, np.int32)
         room = self._max_model_tokens - len(prompt)
         if not len(prompt) or room < 1:
@@ -217,7 +222,7 @@ class Sampler(ABC):
         if sampling.max_tokens < 1:
             raise DataError(f"max_tokens is {sampling.max_tokens}, and an answer has at least one token")
         fitting = sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
-        answer = _Answer(key, trajectory_id, prompt, sampling, unfinished.segments[0] if unfinished else None)
+        answer = _Answer(key, trajectory_id, prompt, sampling, begun)
         request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"
         seed = self._request_seed(sampling, key, trajectory_id)
         request = SamplingRequest(request_id, prompt, fitting, seed, answer.sampled_ids)
@@ -377,24 +382,6 @@ class _Answer:
         return [] if self.begun is None else self.begun.ids[len(self.prompt) :].tolist()
 
     def trajectory(self, completion: Completion, text: str) -> Trajectory:
-        segments = (_continued(self.begun or _unsampled(self.prompt), completion),)
-        return Trajectory(self.trajectory_id, "policy", segments, completion.finish_reason, text, self.sampling)
-
-
-def _unsampled(prompt: NDArray[np.int32]) -> Segment:
-    return Segment(prompt, np.zeros(len(prompt), np.float32), np.zeros(len(prompt), np.uint8), ())
-
-
-def _continued(begun: Segment, completion: Completion) -> Segment:
-    sampled = np.asarray(completion.token_ids, np.int32)
-    logprobs = np.asarray(completion.logprobs, np.float32)
-    assert len(logprobs) == len(sampled), "one log-prob a sampled token"
-    spans = [replace(span, first_token=len(begun.ids) + span.first_token) for span in completion.spans]
-    if begun.spans and spans and replace(spans[0], first_token=begun.spans[-1].first_token) == begun.spans[-1]:
-        del spans[0]  # the same version
-    return Segment(
-        ids=np.concatenate([begun.ids, sampled]),
-        behavior_logprobs=np.concatenate([begun.behavior_logprobs, logprobs]),
-        loss_mask=np.concatenate([begun.loss_mask, np.ones(len(sampled), np.uint8)]),
-        spans=(*begun.spans, *spans),
-    )
+        begun = self.begun or unsampled(self.prompt)
+        segment = with_sampled(begun, completion.token_ids, completion.logprobs, completion.spans)
+        return Trajectory(self.trajectory_id, "policy", (segment,), completion.finish_reason, text, self.sampling)

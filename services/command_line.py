@@ -36,8 +36,8 @@ def console() -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Prints lines as they are, but for control characters: without markup, highlights and line breaks."""
-    console.print(escaped(line, "\n"), markup=False, highlight=False, soft_wrap=True)
+    """Prints lines as they are, but for control characters: without markup, emoji, highlights and line breaks."""
+    console.print(escaped(line, "\n"), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def plain(text: str) -> Text:

@@ -16,6 +16,7 @@ from tandem.protos.secret_values import masked
 from tandem.reward.config import RewardConfig
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
+from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
@@ -196,6 +197,7 @@ class Recipe(Options):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     jobs: JobsConfig = JobsConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
@@ -238,6 +240,10 @@ class Recipe(Options):
             raise ValueError("data.train_file is missing")
         if self.data.train_file and self.data.train:
             raise ValueError("data.train_file and data.train exclude each other; give one of them")
+        if self.environment.path and self.data.eval_file:
+            raise ValueError(
+                "data.eval_file is not used with an environment: evaluation asks for one answer a prompt; remove it"
+            )
         if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
             raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
         if self.trainer.tokens_per_micro_batch < self.max_model_tokens:

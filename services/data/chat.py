@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _QWEN_TYPES = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_ANSWER = "The answer whose tokens are known."
 _QWEN_TOKENIZERS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 
 
@@ -50,12 +51,46 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
         """Token ids up to the start of the answer, (T,) int32. Raises RefusedPromptError if the template refuses."""
+        return self._ids(self._text(messages))
+
+    def encode_reply(self, messages: Sequence[Mapping[str, object]], last_token: int) -> NDArray[np.int32]:
+        """Token ids (T,) int32 from the end of an answer, whose last token is given, over messages that follow it, up
+        to the start of the next answer.
+
+        The answer itself is not encoded again: its tokens stay as they were sampled. If its last token is the one with
+        which the template ends an answer, the ids begin after it. Raises RefusedPromptError if the template refuses,
+        ModelError if it cannot continue a conversation because it leaves out or changes earlier answers.
+        """
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        before, answer, text = self._text([*answered, *messages]).rpartition(_ANSWER)
+        if not answer or _ANSWER in before:
+            raise ModelError(
+                f"{self.template_source} leaves out or repeats earlier answers, so an episode of several turns cannot "
+                "continue; set model.chat_template to one that keeps them"
+            )
+        ids = self._ids(text)
+        return ids[1:] if len(ids) and ids[0] == last_token else ids
+
+    def check_replies(self) -> None:
+        """Raises ModelError if the template cannot continue a conversation."""
+        try:
+            self.encode_reply([{"role": "user", "content": "?"}], last_token=-1)
+        except RefusedPromptError as refusal:
+            raise ModelError(f"{self.template_source} refuses a conversation of several turns: {refusal}") from None
+
+    def _text(self, messages: Sequence[Mapping[str, object]]) -> str:
         try:
             chat = [dict(message) for message in messages]
             text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            assert isinstance(text, str), "one conversation gives one text"
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
+        assert isinstance(text, str), "one conversation gives one text"
+        return text
+
+    def _ids(self, text: str) -> NDArray[np.int32]:
+        try:
             ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has added them
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
+        except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
             raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
         return np.asarray(ids, np.int32)
 

@@ -102,10 +102,12 @@ def _failed(row: Trajectory) -> bool:
 
 
 def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
+    """With an environment, `extra_info` also has `messages`, the whole conversation."""
     sampled = sum(segment.num_loss_tokens for segment in trajectory.segments)
-    return ScoreItem(
-        prompt.data_source, trajectory.text, prompt.ground_truth, prompt.judged_info(sampled), prompt.group_id
-    )
+    info = dict(prompt.judged_info(sampled))
+    if "messages" in trajectory.metadata:
+        info["messages"] = trajectory.metadata["messages"]
+    return ScoreItem(prompt.data_source, trajectory.text, prompt.ground_truth, info, prompt.group_id)
 
 
 def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool = False) -> ScoredTrajectory:

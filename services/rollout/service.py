@@ -21,11 +21,14 @@ from tandem.protos.errors import DataError, TandemError, UnavailableError
 from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
+from tandem.rollout.environments.episode import EpisodeSampler
+from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.buffer.types import Claim
 from tandem.services.config import Recipe
+from tandem.services.data.chat import ChatEncoder
 from tandem.services.group_leases import GroupLeases, GroupResult
 from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
@@ -82,7 +85,8 @@ class _Group:
 class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     """Samples the missing rows of leased groups, many groups at once.
 
-    `name` is its name in the registry and as holder of leases. For `report` see `GroupLeases`.
+    `name` is its name in the registry and as holder of leases. With `episodes`, rows have several turns, and only
+    finished ones are saved. For `report` see `GroupLeases`.
     """
 
     runs_in_threads = False
@@ -94,10 +98,12 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         config: RolloutConfig,
         name: str,
         *,
+        episodes: EpisodeSampler | None = None,
         with_baselines: bool = False,
         report: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
+        self._episodes = episodes
         self._engine = engine
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
@@ -195,15 +201,16 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
 
         async def sample(number: int) -> None:
             role = group.role(number)
-            row = await self._engine.sample_one(
-                prompt.token_ids,
-                prompt.sampling.greedy if role == "baseline" else prompt.sampling,
-                trajectory_id=number,
-                key=prompt.group_id,
-                unfinished=group.rows.get(number),
-            )
-            if row.finish_reason in ("abort", "error"):
-                raise UnavailableError(f"the engine ended trajectory {number} with {row.finish_reason!r}")
+            sampling = prompt.sampling.greedy if role == "baseline" else prompt.sampling
+            if self._episodes is not None:
+                row = await self._episodes.sample(prompt, sampling, number)
+            else:
+                unfinished = group.rows.get(number)
+                row = await self._engine.sample_one(
+                    prompt.token_ids, sampling, trajectory_id=number, key=prompt.group_id, unfinished=unfinished
+                )
+                if row.finish_reason in ("abort", "error"):
+                    raise UnavailableError(f"the engine ended trajectory {number} with {row.finish_reason!r}")
             group.rows[number] = row if row.role == role else replace(row, role=role)
             held.unsaved = group.to_save
 
@@ -252,6 +259,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         with starting():
             engine = await find_engine(config.engine).start(arguments)
         stack.callback(engine.close)
+        episodes = await _episode_sampler(recipe, engine, stack)
         buffer = run_buffer(recipe, redis_url, stop)
         name = f"rollout-{replica}"
         info = ServiceInfo(
@@ -265,7 +273,9 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         )
         heartbeat = Heartbeat(info, stop)
         baselines = recipe.trainer.needs_baselines
-        worker = SamplingWorker(buffer, engine, config, name, with_baselines=baselines, report=heartbeat.send)
+        worker = SamplingWorker(
+            *(buffer, engine, config, name), episodes=episodes, with_baselines=baselines, report=heartbeat.send
+        )
         security = await asyncio.to_thread(server_security, recipe, buffer)
         servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder)
         server = await start_server(
@@ -285,6 +295,21 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         stack.callback(flush_spans)
         with heartbeat, metrics_endpoint(info, recipe):
             await worker.run(stop)
+
+
+async def _episode_sampler(recipe: Recipe, engine: Sampler, stack: AsyncExitStack) -> EpisodeSampler | None:
+    """Starts the recipe's environment. Raises ConfigError if its class cannot be used, ModelError if the model's chat
+    template cannot continue a conversation.
+    """
+    config = recipe.environment
+    if not config.path:
+        return None
+    encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template)
+    encoder.check_replies()
+    pool = EnvironmentPool(config)
+    stack.push_async_callback(pool.close)
+    await pool.start()
+    return EpisodeSampler(engine, pool, encoder, config, recipe.run.seed)
 
 
 async def _leave_when_told(heartbeat: Heartbeat, claims: LeaseLoop[Claim, GroupResult], stop: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
+from tandem.rollout.environments.process import check_class
 from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
@@ -70,6 +72,7 @@ def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) 
     check_disk(recipe, facts)
     check_redis(recipe)
     check_reward(recipe)
+    check_environment(recipe)
     if not is_hub_name(recipe.model.path):  # a hub model's tokenizer may not be downloaded yet
         check_prompts(recipe)
     return facts
@@ -97,6 +100,7 @@ def check_files(recipe: Recipe) -> None:
     """The checks that `tandem config` makes: datasets, scorers, and a model given as a local folder."""
     check_dataset(recipe)
     check_reward(recipe)
+    check_environment(recipe)
     if not is_hub_name(recipe.model.path):
         check_models(recipe)
 
@@ -306,6 +310,12 @@ def check_reward(recipe: Recipe) -> None:
     rubric = validate(recipe.reward)
     if recipe.trainer.needs_components:
         _check_components(recipe, rubric)
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Checks that the environment's class can be imported and takes its arguments."""
+    if recipe.environment.path:
+        asyncio.run(check_class(recipe.environment))
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:

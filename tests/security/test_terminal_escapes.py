@@ -78,6 +78,11 @@ def test_lines_and_tables_of_a_console(console: Console) -> None:
     assert shown(console).split() == [PLAIN, PLAIN], "neither commands nor markup"
 
 
+def test_a_class_in_a_line_is_no_emoji(console: Console) -> None:
+    print_line(console, "x.py:A: x.py is no file")
+    assert shown(console) == "x.py:A: x.py is no file\n"
+
+
 def test_progress_of_a_run(console: Console) -> None:
     snapshot = ProgressSnapshot(step=1, total=2, groups={f"dropped:{ATTACK}": 1})
     states = {ATTACK: ("restarting", 1, 1)}

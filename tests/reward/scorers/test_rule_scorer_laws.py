@@ -27,6 +27,7 @@ from tandem.reward.text.values import MAX_ACCEPTED
 from tests.support.scores import item, judge_of, value
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("earned", {}),
     ("exact", {"ignore_case": True, "last_line": True}),
     ("gsm8k", {"last_characters": 0}),
     ("gsm8k", {"last_characters": 0, "method": "flexible"}),
@@ -46,7 +47,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("tags", {"only": True, "counts": {"search": [0, 3]}}),
     ("target_length", {"target": 100, "unit": "characters"}),
 ]
-NEEDS_NO_TRUTH = {"language", "overlong", "repetition", "tags", "target_length"}
+NEEDS_NO_TRUTH = {"earned", "language", "overlong", "repetition", "tags", "target_length"}
 
 _PIECES = (
     r"<answer>|</answer>|<think>|</think>|<search>|\boxed{|\boxed |\fbox{|{|}|$|$$|\(|\)|\[|`|```| |#### |Answer:|"

@@ -206,6 +206,7 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
         (ScorerError, {"reward": {"scorer": "no_module_here:score"}}, ["reward.", "no module named no_module_here"]),
         (ScorerError, {"reward": {"scorer": "missing.py:score"}}, ["reward.", "missing.py is no file"]),
         (ScorerError, {"reward": {"scorer": "exact", "arguments": {"tolerence": 1}}}, ["reward.", "tolerence"]),
+        (ConfigError, {"environment": {"path": "missing.py:A"}}, ["environment.path: missing.py:A", "is no file"]),
     ],
 )
 def test_a_recipe_that_cannot_run_here_is_refused(

@@ -1,0 +1,170 @@
+"""The process in which environments of one class run: `python -m tandem.rollout.environments.inside`.
+
+It reads a JSON object from each line of its standard input and answers with one on its standard output, in any order.
+What environments print goes to standard error. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
+
+_MAX_DETAIL = 500
+
+
+class ContractError(Exception):
+    """A class is no environment, or it returned something that the contract does not allow."""
+
+
+def load_class(path: str) -> Callable[..., Environment]:
+    """The class at `module.path:Class` or `file.py:Class`. Raises ContractError if there is none."""
+    place, _, name = path.rpartition(":")
+    if not place or not name:
+        raise ContractError(f"{path!r} names no class; write module.path:Class or path/to/file.py:Class")
+    if place.endswith(".py"):
+        file = Path(place)
+        if not file.is_file():
+            raise ContractError(f"{path}: {file} is no file (looked in {Path.cwd()})")
+        sys.path.insert(0, str(file.parent.resolve()))  # as `python file.py` does, for imports from its folder
+        spec = importlib.util.spec_from_file_location(f"tandem_environment_{file.stem}", file)
+        assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look up a class's module there
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise ContractError(f"{path}: {place} has no class {name}")
+    missing = [method for method in ("reset", "step", "close") if not callable(getattr(found, method, None))]
+    if missing:
+        raise ContractError(f"{path}: the class has no method {' and no '.join(missing)} (see tandem.Environment)")
+    return found
+
+
+class _Episodes:
+    """The environments of this process, one for each open episode."""
+
+    def __init__(self, create: Callable[[], Environment]) -> None:
+        self._create = create
+        self._open: dict[str, Environment] = {}
+
+    async def call(self, message: JsonObject) -> JsonObject:
+        """Carries out one call of `RemoteEnvironment`."""
+        episode_id = message["episode_id"]
+        match message["do"]:
+            case "reset":
+                environment = self._open[episode_id] = self._create()
+                observation = await environment.reset(message["task"], seed=message["seed"], episode_id=episode_id)
+                return {"messages": _messages(observation, Observation)}
+            case "step":
+                result = await self._open[episode_id].step(
+                    message["action"], deadline=message["deadline"], idempotency_key=message["idempotency_key"]
+                )
+                return _step_fields(result)
+            case "close":
+                if (closing := self._open.pop(episode_id, None)) is not None:
+                    await closing.close()
+                return {}
+            case "ping":
+                return {}
+        raise AssertionError(f"unknown call {message['do']!r}")
+
+
+def _step_fields(result: StepResult) -> JsonObject:
+    messages = _messages(result, StepResult)
+    reward, ended = result.reward, result.terminated or result.truncated
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ContractError(f"step returned the reward {reward!r:.80}, which is no finite number")
+    if not messages and not ended:
+        raise ContractError("step returned no messages although the episode goes on")
+    ends = {"terminated": bool(result.terminated), "truncated": bool(result.truncated)}
+    return {"messages": messages, "reward": float(reward), **ends, "info": dict(result.info)}
+
+
+def _messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
+    if not isinstance(result, expected):
+        method = "reset" if expected is Observation else "step"
+        raise ContractError(f"{method} returned {type(result).__name__} instead of {expected.__name__}")
+    for message in result.messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ContractError(f"{message!r:.80} is no chat message: it needs role and content")
+    return [dict(message) for message in result.messages]
+
+
+async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> None:
+    try:
+        line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
+    except Exception as error:  # user code: its episode fails, no other
+        line = json.dumps({"call": message["call"], "error": _described(error)})
+    reply.write(line + "\n")
+    reply.flush()
+
+
+def _described(error: BaseException) -> str:
+    """One line: the exception and where the user's code raised it."""
+    if isinstance(error, ContractError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL] + place
+
+
+async def _serve(create: Callable[[], Environment], reply: TextIO) -> None:
+    episodes, loop = _Episodes(create), asyncio.get_running_loop()
+    running: dict[str, set[asyncio.Task[None]]] = defaultdict(set)
+
+    def begin(message: JsonObject) -> None:
+        of_episode = running[message["episode_id"]]
+        if message["do"] == "close":
+            for task in of_episode:
+                task.cancel()  # its caller has given up
+        task = asyncio.create_task(_answer(episodes, message, reply))
+        of_episode.add(task)
+        task.add_done_callback(of_episode.discard)
+        if message["do"] == "close":
+            del running[message["episode_id"]]
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(begin, json.loads(line))
+        os._exit(0)  # the sampler has ended; an environment may block the loop
+
+    threading.Thread(target=read, daemon=True).start()
+    await loop.create_future()  # until `read` ends the process
+
+
+def main() -> None:
+    """Builds the class named by the first line of standard input, then serves its episodes."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    start = json.loads(sys.stdin.readline() or "null")
+    if start is None:
+        return
+    try:
+        chosen = load_class(start["path"])
+        chosen(**start["arguments"])
+    except Exception as error:
+        text = _described(error) if isinstance(error, ContractError) else f"{start['path']}: {_described(error)}"
+        reply.write(json.dumps({"error": text}) + "\n")
+        return
+    reply.write("{}\n")
+    reply.flush()
+    asyncio.run(_serve(lambda: chosen(**start["arguments"]), reply))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Environments in processes of their own: they run users' code, which may hang, crash or print."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import sys
+import time
+
+from tandem.protos.child_environment import child_environment
+from tandem.protos.contracts import JsonObject, Message, Observation, StepResult
+from tandem.protos.errors import ConfigError, EpisodeError
+from tandem.rollout.environments.config import EnvironmentConfig
+
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0  # to import the user's module
+_GRACE_SECONDS = 1.0  # after which a process that still has not answered is taken to hang
+_CLOSE_SECONDS = 5.0
+_MAX_LINE_BYTES = 64 << 20
+_DEAD = "the environments' process has ended; its last lines are in this log"
+
+
+class _Process:
+    """One process and the calls that wait for its answers."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, config: EnvironmentConfig) -> _Process:
+        """Raises ConfigError if the class cannot be used, EpisodeError if the process does not start."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tandem.rollout.environments.inside"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=child_environment(config.variables),
+            limit=_MAX_LINE_BYTES,
+        )
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        try:
+            start = {"path": config.path, "arguments": config.arguments}
+            process.stdin.write(json.dumps(start).encode() + b"\n")
+            async with asyncio.timeout(_START_SECONDS):
+                line = await process.stdout.readline()
+        except (TimeoutError, ConnectionError):
+            line = b""
+        told = json.loads(line) if line else None
+        if told != {}:
+            await _end(process)
+            if told is None:
+                raise EpisodeError(f"environment.path {config.path}: its process did not start; see this log")
+            raise ConfigError(f"environment.path: {told['error']}")
+        return cls(process)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._reading.done()
+
+    async def call(self, seconds: float, **message: object) -> JsonObject:
+        """Raises EpisodeError if the environment raises or its process dies, TimeoutError after `seconds`."""
+        if self.is_dead:
+            raise EpisodeError(_DEAD)
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"call": number, **message}).encode() + b"\n")
+            async with asyncio.timeout(seconds):
+                reply: JsonObject = await answer
+        except ConnectionError:
+            raise EpisodeError(_DEAD) from None
+        finally:
+            del self._waiting[number]
+        if "error" in reply:
+            raise EpisodeError(f"{message['do']}: {reply['error']}")
+        return reply
+
+    async def end(self) -> None:
+        await _end(self._process)
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            reply = json.loads(line)
+            waiting = self._waiting.get(reply["call"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EpisodeError(_DEAD))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+async def check_class(config: EnvironmentConfig) -> None:
+    """Raises ConfigError if the class cannot be used, EpisodeError if its process does not start."""
+    process = await _Process.start(config)
+    await process.end()
+
+
+class RemoteEnvironment:
+    """An environment of one episode, as `tandem.Environment`, in another process."""
+
+    def __init__(self, process: _Process, episode_id: str, step_seconds: float) -> None:
+        self._process = process
+        self._episode_id = episode_id
+        self._seconds = step_seconds
+
+    async def reset(self, task: JsonObject, *, seed: int, episode_id: str) -> Observation:
+        assert episode_id == self._episode_id, "an environment has one episode"
+        reply = await self._call(self._seconds, do="reset", task=dict(task), seed=seed)
+        return Observation(reply["messages"])
+
+    async def step(self, action: Message, *, deadline: float, idempotency_key: str) -> StepResult:
+        seconds = max(0.0, deadline - time.time())
+        named = {"deadline": deadline, "idempotency_key": idempotency_key}
+        reply = await self._call(seconds, do="step", action=dict(action), **named)
+        return StepResult(**{name: value for name, value in reply.items() if name != "call"})
+
+    async def close(self) -> None:
+        await self._call(_CLOSE_SECONDS, do="close")
+
+    async def _call(self, seconds: float, **message: object) -> JsonObject:
+        try:
+            return await self._process.call(seconds, episode_id=self._episode_id, **message)
+        except TimeoutError:
+            await self._end_if_blocked()
+            raise EpisodeError(f"{message['do']} has not ended after {seconds:.3g} s") from None
+
+    async def _end_if_blocked(self) -> None:
+        """An environment that waits delays no other; one that blocks its process is ended with it."""
+        try:
+            await self._process.call(_GRACE_SECONDS, episode_id=self._episode_id, do="ping")
+        except TimeoutError:
+            log.warning("episode %s blocks its process, which is ended", self._episode_id)
+            await self._process.end()
+
+
+class EnvironmentPool:
+    """The processes of one sampler. One that has died is started again when its turn comes."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._processes: list[_Process | None] = [None] * config.num_processes
+        self._starting = [asyncio.Lock() for _ in range(config.num_processes)]
+        self._turn = itertools.cycle(range(config.num_processes))
+
+    async def start(self) -> None:
+        """Raises ConfigError if the class cannot be used, EpisodeError if a process does not start."""
+        await asyncio.gather(*(self._process(place) for place in range(self._config.num_processes)))
+
+    async def open(self, episode_id: str) -> RemoteEnvironment:
+        """An environment for one episode. Raises as `start` does."""
+        return RemoteEnvironment(await self._process(next(self._turn)), episode_id, self._config.step_seconds)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        await asyncio.gather(*(one.end() for one in self._processes if one is not None))
+
+    async def _process(self, place: int) -> _Process:
+        async with self._starting[place]:
+            process = self._processes[place]
+            if process is None or process.is_dead:
+                process = self._processes[place] = await _Process.start(self._config)
+            return process

@@ -1,0 +1,77 @@
+"""Environments that misbehave, for the tests of episodes. Each echoes what the policy says until it has said "end"."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem import Observation, StepResult
+
+
+class Echo:
+    """`faults`: word → what happens when the policy says it. A fault in `once` happens in one attempt only."""
+
+    def __init__(self, faults: Mapping[str, str] = {}, marks: str = "") -> None:
+        self.faults = faults
+        self.marks = Path(marks) if marks else None
+        """Folder with a file for each open episode, and for each fault that happened."""
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        self.name = episode_id.replace("/", "-")
+        if self.marks:
+            (self.marks / f"open-{self.name}-{id(self)}").touch()
+        return Observation([{"role": "user", "content": f"seed {seed}"}])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        said = action["content"]
+        fault = self.faults.get(said, "")
+        if fault.startswith("once "):
+            assert self.marks is not None
+            mark = self.marks / f"fault-{self.name}"
+            fault = "" if mark.exists() else fault.removeprefix("once ")
+            mark.touch()
+        match fault:
+            case "raise":
+                raise RuntimeError("the server of this\nenvironment is away")
+            case "hang":
+                await asyncio.sleep(3600)
+            case "block":
+                time.sleep(3600)  # noqa: ASYNC251
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wrong type":
+                return "no result"  # type: ignore[return-value]
+            case "no reward":
+                return StepResult([], reward=float("nan"), terminated=True)
+            case "silence":
+                return StepResult([])
+        if said == "end":
+            return StepResult([], reward=1.0, terminated=True, info={"said": "end"})
+        return StepResult([{"role": "user", "content": f"{said}?"}], reward=0.25)
+
+    async def close(self) -> None:
+        if self.marks:
+            (self.marks / f"open-{self.name}-{id(self)}").unlink()
+
+
+class NeedsArgument:
+    """Cannot be made without its argument."""
+
+    def __init__(self, size: int) -> None:
+        if size < 0:
+            raise ValueError("the size is negative")
+
+    async def reset(self) -> None: ...
+    async def step(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class OnlyReset:
+    """Is no environment."""
+
+    async def reset(self) -> None: ...
