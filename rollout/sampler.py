@@ -123,7 +123,8 @@ class Sampler(ABC):
     ) -> None:
         self._tokenizer = tokenizer
         self._group_store = group_store
-        self._max_model_tokens = max_model_tokens
+        self.max_model_tokens = max_model_tokens
+        """Maximum length of prompt plus answer."""
         self._seed = seed
         self._version = NO_VERSION
         self._newest_incarnation = 0
@@ -215,9 +216,9 @@ class Sampler(ABC):
         if isinstance(prompt_ids, Segment):
             begun, prompt_ids = prompt_ids, prompt_ids.ids
         prompt = np.asarray(prompt_ids, np.int32)
-        room = self._max_model_tokens - len(prompt)
+        room = self.max_model_tokens - len(prompt)
         if not len(prompt) or room < 1:
-            told = f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
+            told = f"prompt of {len(prompt)} tokens leaves no room in {self.max_model_tokens} tokens, or is empty"
             raise DataError(told)
         if sampling.max_tokens < 1:
             raise DataError(f"max_tokens is {sampling.max_tokens}, and an answer has at least one token")

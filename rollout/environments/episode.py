@@ -28,7 +28,7 @@ Stop = Literal["terminated", "truncated", "turns", "length"]
 
 
 class TurnEncoder(Protocol):
-    """Turns messages into token ids by the model's chat template."""
+    """Turns messages into token ids by the model's chat template. Raises EpisodeError if it refuses them."""
 
     def encode(self, messages: Sequence[Message]) -> NDArray[np.int32]:
         """Token ids (T,) of a conversation up to the start of the policy's first turn."""
@@ -127,8 +127,8 @@ class EpisodeSampler:
     ) -> Stop:
         """Plays the episode to its end, and says why it ended."""
         for turn in range(self._config.max_turns):
-            left = sampling.max_tokens - episode.num_tokens
-            if left < 1:
+            left = self._tokens_left(episode, sampling)
+            if turn > 0 and left < 1:
                 return "length"
             fitting = replace(sampling, max_tokens=min(left, self._config.max_turn_tokens or left))
             key = f"{prompt.group_id}/{turn}"
@@ -154,6 +154,10 @@ class EpisodeSampler:
             reply = self._encoder.encode_reply(result.messages, int(episode.history.ids[-1]))
             episode.history = with_given(episode.history, reply)
         return "turns"
+
+    def _tokens_left(self, episode: _Episode, sampling: SamplingParameters) -> int:
+        in_model = self._sampler.max_model_tokens - len(episode.history.ids)
+        return min(sampling.max_tokens - episode.num_tokens, in_model)
 
     def _trajectory(
         self, episode: _Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int

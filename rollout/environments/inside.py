@@ -23,6 +23,7 @@ from typing import TextIO
 from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
 
 _MAX_DETAIL = 500
+_MAX_LINE_BYTES = 16 << 20
 
 
 class ContractError(Exception):
@@ -108,6 +109,8 @@ def _messages(result: object, expected: type[Observation] | type[StepResult]) ->
 async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> None:
     try:
         line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
+        if len(line) > _MAX_LINE_BYTES:
+            raise ContractError(f"{message['do']} returned more than {_MAX_LINE_BYTES >> 20} MiB")
     except Exception as error:  # user code: its episode fails, no other
         line = json.dumps({"call": message["call"], "error": _described(error)})
     reply.write(line + "\n")

@@ -42,6 +42,7 @@ class _Process:
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(config.variables),
             limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # out of reach of Ctrl-C
         )
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:

@@ -22,18 +22,17 @@ from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.rollout.environments.episode import EpisodeSampler
-from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.buffer.types import Claim
 from tandem.services.config import Recipe
-from tandem.services.data.chat import ChatEncoder
 from tandem.services.group_leases import GroupLeases, GroupResult
 from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import Attributes, flush_spans, group_span
 from tandem.services.process import starting, stop_event
+from tandem.services.rollout.episodes import start_episodes
 from tandem.services.rollout.server import RPC_LIMITS, SERVICE_NAME, RolloutServicer
 from tandem.services.rpc.server import start_server
 from tandem.services.run.endpoint import metrics_endpoint, run_buffer, server_security
@@ -259,7 +258,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         with starting():
             engine = await find_engine(config.engine).start(arguments)
         stack.callback(engine.close)
-        episodes = await _episode_sampler(recipe, engine, stack)
+        episodes = await start_episodes(recipe, engine, stack)
         buffer = run_buffer(recipe, redis_url, stop)
         name = f"rollout-{replica}"
         info = ServiceInfo(
@@ -295,21 +294,6 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         stack.callback(flush_spans)
         with heartbeat, metrics_endpoint(info, recipe):
             await worker.run(stop)
-
-
-async def _episode_sampler(recipe: Recipe, engine: Sampler, stack: AsyncExitStack) -> EpisodeSampler | None:
-    """Starts the recipe's environment. Raises ConfigError if its class cannot be used, ModelError if the model's chat
-    template cannot continue a conversation.
-    """
-    config = recipe.environment
-    if not config.path:
-        return None
-    encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template)
-    encoder.check_replies()
-    pool = EnvironmentPool(config)
-    stack.push_async_callback(pool.close)
-    await pool.start()
-    return EpisodeSampler(engine, pool, encoder, config, recipe.run.seed)
 
 
 async def _leave_when_told(heartbeat: Heartbeat, claims: LeaseLoop[Claim, GroupResult], stop: threading.Event) -> None:

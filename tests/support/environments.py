@@ -75,3 +75,17 @@ class OnlyReset:
     """Is no environment."""
 
     async def reset(self) -> None: ...
+
+
+class Chatty:
+    """Answers with messages of the size, or the role, that the policy names."""
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        return Observation([])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        said = action["content"]
+        role, size = ("user", int(said)) if said.isdecimal() else (said, 1)
+        return StepResult([{"role": role, "content": "x" * size}], reward=1.0)
+
+    async def close(self) -> None: ...

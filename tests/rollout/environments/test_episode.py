@@ -27,8 +27,9 @@ from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Completion, Sampler, SamplingRequest
 from tandem.services.data.chat import ChatEncoder
+from tandem.services.rollout.episodes import EpisodeEncoder
 from tests.support.paths import ROOT
-from tests.support.tiny_model import EOS_ID, build_tiny_model, character_tokenizer
+from tests.support.tiny_model import CHAT_TEMPLATE, EOS_ID, build_tiny_model, character_tokenizer
 
 ECHO = "tests.support.environments:Echo"
 GUESS = str(ROOT / "examples" / "environments" / "guess_number.py") + ":GuessNumber"
@@ -38,7 +39,11 @@ PROMPT = [{"role": "system", "content": "Repeat."}]
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return ChatEncoder(str(build_tiny_model(tmp_path_factory.mktemp("model"))))
+    no_tools = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    folder = tmp_path_factory.mktemp("model")
+    return ChatEncoder(str(build_tiny_model(folder, chat_template=no_tools + CHAT_TEMPLATE)))
 
 
 @cache
@@ -92,7 +97,7 @@ def play(
         pool = EnvironmentPool(settings)
         await pool.start()
         try:
-            episodes = EpisodeSampler(ScriptedSampler(words), pool, encoder, settings, seed=5)
+            episodes = EpisodeSampler(ScriptedSampler(words), pool, EpisodeEncoder(encoder), settings, seed=5)
             return await asyncio.gather(*(episodes.sample(prompt_of(), sampling, number) for number in range(rows)))
         finally:
             await pool.close()
@@ -161,6 +166,20 @@ def test_limits_end_an_episode(
 def test_a_turn_that_is_cut_off_is_no_action(encoder: ChatEncoder, tmp_path: Path) -> None:
     (row,) = play(encoder, lambda _: ["one", "twenty"], max_turn_tokens=4, arguments={"faults": {"twen": "raise"}})
     assert (row.finish_reason, row.metadata["stop"]) == ("length", "length"), "the environment would have raised"
+
+
+def test_an_answer_that_fills_the_models_context_ends_the_episode(encoder: ChatEncoder) -> None:
+    long = SamplingParameters(max_tokens=5000)
+    (row,) = play(encoder, lambda _: ["1", "2000", "1"], path="tests.support.environments:Chatty", sampling=long)
+    assert (row.finish_reason, row.metadata["stop"], row.earned_reward) == ("length", "length", 2.0)
+    assert row.text == "1\n2000" and len(row.segments[0].ids) < 200, "what nobody read is left out"
+    (row,) = play(encoder, lambda _: ["1", str(17 << 20)], path="tests.support.environments:Chatty")
+    assert row.metadata["environment_error"] == "step: step returned more than 16 MiB"
+
+
+def test_messages_that_the_template_refuses_are_the_environments_fault(encoder: ChatEncoder) -> None:
+    (row,) = play(encoder, lambda _: ["1", "tool"], path="tests.support.environments:Chatty", max_attempts=1)
+    assert row.metadata["environment_error"] == "the chat template refuses the messages of step: no tools"
 
 
 @pytest.mark.parametrize("fault", ["raise", "hang", "block", "die"])
