@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import cast
 
 from tandem.protos.codec import decode_headers
 from tandem.protos.types import RowHeader
@@ -49,14 +49,6 @@ class GroupNotes:
     num_returns: int
     leases: Mapping[Stage, Lease]
     """None of those that earlier versions of Tandem gave out."""
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        leases = {stage: Lease(**lease) for stage, lease in values["leases"].items()}
-        return cls(values["admitted_at"], [Return(**one) for one in values["returns"]], values["num_returns"], leases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +116,7 @@ def trained_groups(connection: Connection) -> dict[str, int]:
     return {name.decode(): int(version) for name, version in cast("list[tuple[bytes, float]]", members)}
 
 
-def _texts(fields: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+def _texts(fields: Iterable[Sequence[bytes]]) -> dict[str, str]:
     return {name.decode(): text.decode(errors="replace") for name, text in fields}
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.history import GroupNotes, group_notes
+from tandem.services.buffer.history import GroupNotes, Lease, Return, group_notes
 from tandem.trainer.batch.record import record_folder
 from tandem.trainer.checkpoints.durable import write_file
 
@@ -20,7 +21,7 @@ NOTES_FILE = "leases.json"
 def write_notes(buffer: Buffer, run_folder: Path, version: int, group_ids: Sequence[str]) -> None:
     """Adds the notes to a record, unless Redis has none. Raises OSError."""
     if found := group_notes(buffer.connection, group_ids):
-        values = {group_id: notes.to_json() for group_id, notes in found.items()}
+        values = {group_id: asdict(notes) for group_id, notes in found.items()}
         write_file(record_folder(run_folder, version) / NOTES_FILE, f"{json.dumps(values)}\n".encode())
 
 
@@ -30,4 +31,9 @@ def read_notes(run_folder: Path, version: int) -> dict[str, GroupNotes]:
         text = (record_folder(run_folder, version) / NOTES_FILE).read_text(encoding="utf-8")
     except OSError:
         return {}
-    return {group_id: GroupNotes.from_json(notes) for group_id, notes in json.loads(text).items()}
+    found = {}
+    for group_id, values in json.loads(text).items():
+        values["returns"] = [Return(**one) for one in values["returns"]]
+        values["leases"] = {stage: Lease(**one) for stage, one in values["leases"].items()}
+        found[group_id] = GroupNotes(**values)
+    return found

@@ -14,13 +14,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem.protos.errors import RunFolderError
+from tandem.services.buffer.history import group_notes
 from tandem.services.buffer.orders import Orders
 from tandem.services.cli import app
 from tandem.services.commands import ledger_views
 from tandem.services.config import Recipe
 from tandem.services.run.inputs import record_inputs
 from tandem.services.trainer import repair
-from tandem.services.trainer.notes import NOTES_FILE, write_notes
+from tandem.services.trainer.notes import NOTES_FILE, read_notes, write_notes
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, trainer_lock
 from tandem.services.trainer.takeover import Takeover
 from tandem.trainer.batch.record import GROUPS_FILE, PLAN_FILE, record_folder
@@ -38,7 +39,9 @@ class Killed(Predecessor):
         super().__init__(recipe, url)
         self.folder = recipe.folder
         self.write_checkpoint(1)
-        write_notes(self.buffer, self.folder, 1, [group.group_id for group in self.groups[:P]])
+        group_ids = [group.group_id for group in self.groups[:P]]
+        write_notes(self.buffer, self.folder, 1, group_ids)
+        assert read_notes(self.folder, 1) == group_notes(self.buffer.connection, group_ids) != {}
         self.buffer.commit(self.incarnation, 1)
         self.train(2)
 
