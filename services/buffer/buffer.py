@@ -39,7 +39,7 @@ from tandem.services.buffer.types import (
 )
 from tandem.services.buffer.verification import violations
 
-_COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
+COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
 
 
 class Buffer:
@@ -370,7 +370,7 @@ class Buffer:
     def counts(self) -> dict[str, int]:
         """Returns groups per state (`STATES`), drops by reason (`dropped:<reason>`), and the limiter's counters."""
         found = {name.decode(): int(figure) for name, figure in rows(self.connection.run("counts"), 2)}
-        return dict.fromkeys((*_COUNTERS, *STATES), 0) | found
+        return dict.fromkeys((*COUNTERS, *STATES), 0) | found
 
     def set_aside(self) -> dict[str, str]:
         """Returns, by group id, why a prompt failed so often that no later epoch admits it. At most 1,000 are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -39,6 +39,19 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupNotes:
+    """When a group was admitted, and its leases."""
+
+    admitted_at: float | None
+    """Seconds since 1970; None: unknown, as after a Redis that forgot the group."""
+    returns: Sequence[Return]
+    """The last ones, oldest first."""
+    num_returns: int
+    leases: Mapping[Stage, Lease]
+    """None of those that earlier versions of Tandem gave out."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupHistory:
     """What Redis knows of a group. One that is over keeps only how it ended."""
 
@@ -49,13 +62,9 @@ class GroupHistory:
     """`committed`, `dropped:<reason>`, or ""."""
     version: int | None
     """The version that trained it, once it is recorded and until it is committed."""
-    returns: tuple[Return, ...]
-    """The last ones, oldest first."""
-    num_returns: int
+    notes: GroupNotes
     failures: Mapping[str, int]
     """By kind."""
-    leases: Mapping[Stage, Lease]
-    """None of those that earlier versions of Tandem gave out."""
     headers: tuple[RowHeader, ...]
     """Once it is scored, and until it is recorded."""
 
@@ -64,19 +73,30 @@ def group_history(connection: Connection, group_id: str) -> GroupHistory:
     """Reads what Redis knows of a group, in one instant. Raises DataError if the id is none."""
     checked_ids([group_id])
     state, score, ended, admitted, flat = connection.run("describe", group_id)
-    fields = {name.decode(): text.decode(errors="replace") for name, text in rows(flat, 2)}
+    fields = _texts(rows(flat, 2))
     trained = state == b"trained"
     return GroupHistory(
         admitted=admitted == 1,
         state=state.decode(),
         ended=ended.decode(),
         version=int(score) if trained else None,
-        returns=_returns(fields),
-        num_returns=int(fields.get("returns", 0)),
+        notes=_notes(fields),
         failures={name.partition(":")[2]: int(n) for name, n in fields.items() if name.startswith("failures:")},
-        leases=dict(_leases(fields)),
         headers=decode_headers(fields["headers"]) if "headers" in fields else (),
     )
+
+
+def group_notes(connection: Connection, group_ids: Sequence[str]) -> dict[str, GroupNotes]:
+    """What is noted of each group, without those of which nothing is."""
+
+    def ask() -> list[dict[bytes, bytes]]:
+        with connection.redis.pipeline(transaction=False) as pipeline:
+            for group_id in group_ids:
+                pipeline.hgetall(connection.key(f"group:{group_id}"))
+            return cast("list[dict[bytes, bytes]]", pipeline.execute())
+
+    found = zip(group_ids, connection.retried(ask), strict=True)
+    return {group_id: _notes(_texts(fields.items())) for group_id, fields in found if fields}
 
 
 def finished_groups(connection: Connection) -> dict[str, set[str]]:
@@ -96,9 +116,18 @@ def trained_groups(connection: Connection) -> dict[str, int]:
     return {name.decode(): int(version) for name, version in cast("list[tuple[bytes, float]]", members)}
 
 
-def _returns(fields: Mapping[str, str]) -> tuple[Return, ...]:
+def _texts(fields: Iterable[Sequence[bytes]]) -> dict[str, str]:
+    return {name.decode(): text.decode(errors="replace") for name, text in fields}
+
+
+def _notes(fields: Mapping[str, str]) -> GroupNotes:
+    admitted_at = int(fields["admitted"]) / 1000 if "admitted" in fields else None
+    return GroupNotes(admitted_at, _returns(fields), int(fields.get("returns", 0)), dict(_leases(fields)))
+
+
+def _returns(fields: Mapping[str, str]) -> Sequence[Return]:
     notes = sorted(json.loads(text) for name, text in fields.items() if name.startswith("return:"))
-    return tuple(Return(milliseconds / 1000, *texts) for _number, milliseconds, *texts in notes)
+    return [Return(milliseconds / 1000, *texts) for _number, milliseconds, *texts in notes]
 
 
 def _leases(fields: Mapping[str, str]) -> Iterator[tuple[Stage, Lease]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import STATES
 from tandem.services.chaos.disk import SmallDisk, check_mountable
 from tandem.services.chaos.faults import Run
 from tandem.services.chaos.injector import Injector, Result, described
@@ -73,7 +74,7 @@ def run_under_faults(
         print_line(console, f"{faults} faults ({', '.join(usable)}) come over {recipe.run.total_batches} batches")
         result = Injector(planned, run, buffer, recipe, partial(print_line, console)).run()
         counts = buffer.counts()
-        failed = show(result, faults, supervisor.last_lines(_SHOWN_LINES), console)
+        failed = show(result, faults, counts, supervisor.last_lines(_SHOWN_LINES), console)
     if output is not None:
         settings = {"recipe": str(recipe_file), "overrides": list(overrides), "seed": seed, "kinds": usable}
         write_text(output, json.dumps({**settings, **as_json(result, faults, counts)}, indent=2) + "\n")
@@ -124,8 +125,8 @@ def _keep_log(log_file: Path, folder: Path) -> None:
     shutil.copy(log_file, folder / "logs" / "run.log")
 
 
-def show(result: Result, wanted: int, last_lines: Sequence[str], console: Console) -> bool:
-    """Prints how fast what recovered, and what went wrong. Returns whether something did."""
+def show(result: Result, wanted: int, groups: Mapping[str, int], last_lines: Sequence[str], console: Console) -> bool:
+    """Prints how fast what recovered, where the groups are, and what went wrong. Returns whether something did."""
     for made in result.made:
         if made.recovery_seconds is None:
             print_line(console, described(made, wanted))
@@ -134,6 +135,8 @@ def show(result: Result, wanted: int, last_lines: Sequence[str], console: Consol
         seconds = ("–" if one is None else f"{one:.1f}" for one in (row.median_seconds, row.worst_seconds))
         table.add_row(row.kind, cell(row.target), str(row.faults), *seconds)
     console.print(table)
+    states = " + ".join(f"{groups[state]} {state}" for state in STATES if groups[state])
+    print_line(console, f"groups: {groups['admitted']} admitted = {states or 0}")
     failures = [f"VIOLATION: {violation}" for violation in result.violations]
     if result.exit_code:
         failures += [f"the run failed with exit code {result.exit_code}; it printed last:", *last_lines]

@@ -9,14 +9,16 @@ from itertools import groupby
 from pathlib import Path
 
 from tandem.protos.codec import decode_group, group_headers
-from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.errors import DataError, LedgerError, UserError
 from tandem.protos.types import RowHeader, TrainBatch
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.history import GroupHistory, group_history
+from tandem.services.buffer.history import GroupHistory, GroupNotes, group_history
 from tandem.services.buffer.types import Stage
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture
+from tandem.services.run.inputs import check_training_data
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
+from tandem.services.trainer.notes import read_notes
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_plan, record_folder, recorded_versions
 from tandem.trainer.batch.rejected import REJECTED_FOLDER
@@ -30,10 +32,11 @@ _NOT_KEPT = "the record does not say"
 def row_namer(recipe: Recipe) -> Callable[[str], str]:
     """Returns what names the row of a group: `row 17 of data/train.jsonl`."""
     try:
+        check_training_data(recipe)
         dataset = Mixture(recipe.data.train_files)
-    except DataError as error:
-        missing = str(error)
-        return lambda group_id: f"place {group_id.partition('-')[2]} of the epoch ({missing})"
+    except UserError as error:
+        why = str(error)
+        return lambda group_id: f"place {group_id.partition('-')[2]} of the epoch ({why})"
 
     def name(group_id: str) -> str:
         epoch, _, index = group_id.partition("-")
@@ -54,7 +57,9 @@ def biography(buffer: Buffer, recipe: Recipe, group_id: str) -> Told:
         "prompt": [f"epoch {epoch}, {row_namer(recipe)(group_id)}"],
     }
     headers = [one for one in batch.headers if one.group_id == group_id] if batch else _headers(buffer, group_id, seen)
-    told |= _leases(seen)
+    recorded = None if batch is None else read_notes(folder, batch.policy_version).get(group_id)
+    notes = seen.notes if seen.notes.leases or (seen.state and recorded is None) else recorded
+    told |= {"leases": [_NOT_KEPT]} if notes is None else _leases(notes)
     if headers:
         told["versions"] = list(_versions(headers))
     if any(header.reward is not None for header in headers):
@@ -96,21 +101,19 @@ def _headers(buffer: Buffer, group_id: str, seen: GroupHistory) -> Sequence[RowH
     return group_headers(decode_group(payload))
 
 
-def _leases(seen: GroupHistory) -> Told:
-    """Who sampled and scored the group, and who gave it back."""
-    if not seen.state:
-        return {"leases": [_NOT_KEPT]}
-    told: Told = {}
+def _leases(notes: GroupNotes) -> Told:
+    """When the group was admitted, who sampled and scored it, and who gave it back."""
+    told: Told = {} if notes.admitted_at is None else {"admitted": [_clock(notes.admitted_at)]}
     for topic, stage in _STAGES.items():
-        if lease := seen.leases.get(stage):
+        if lease := notes.leases.get(stage):
             told[topic] = [
                 f"{'by' if lease.is_over else 'now by'} {lease.worker}, which claimed it {_clock(lease.since)}"
             ]
     lines = [
         f"{_clock(one.time)} by {one.worker} ({one.stage}): {one.reason}{': ' if one.detail else ''}{one.detail}"
-        for one in seen.returns
+        for one in notes.returns
     ]
-    if earlier := seen.num_returns - len(seen.returns):
+    if earlier := notes.num_returns - len(notes.returns):
         lines.insert(0, f"{earlier} earlier times, of which nothing is kept")
     return told | ({"returned": lines} if lines else {})
 

@@ -124,8 +124,11 @@ def drain(words: RunAndSampler = None, address: Address = "") -> int:
     Example: tandem drain runs/mine rollout-0
     """
     from tandem.protos import control_pb2
+    from tandem.protos.errors import UserError
 
     place, rest = _place(words, address)
+    if not rest:
+        raise UserError("name the sampler that is to leave; example: tandem drain runs/mine rollout-0")
     with place.stub() as stub:
         stub.Drain(control_pb2.DrainSamplerRequest(name=_one(rest)), timeout=_SECONDS)
     print_line(console(), f"{_one(rest)} finishes its groups and leaves")

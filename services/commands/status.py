@@ -14,8 +14,9 @@ from rich.table import Table
 
 from tandem.protos import control_pb2
 from tandem.protos.errors import DeadlineError, EnvironmentLackError, UnavailableError
-from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.buffer import COUNTERS, Buffer
 from tandem.services.buffer.redis_server import start_redis
+from tandem.services.buffer.types import STATES
 from tandem.services.command_line import cell, plain, print_line
 from tandem.services.commands.find_controller import ControllerPlace, controller_of
 from tandem.services.config import load_resolved
@@ -183,9 +184,11 @@ def _show_stopped(folder: Path, console: Console) -> None:
 
 
 def counts_table(counts: Mapping[str, int]) -> Table:
+    """Always in the same order: a reply to Status has none."""
+    order = {name: place for place, name in enumerate((*COUNTERS, *STATES))}
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for name, count in counts.items():
-        table.add_row(cell(name), str(count))
+    for name in sorted(counts, key=lambda name: (order.get(name, len(order)), name)):
+        table.add_row(cell(name), str(counts[name]))
     return table

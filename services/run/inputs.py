@@ -79,6 +79,14 @@ def check_inputs(recipe: Recipe, free: frozenset[str]) -> None:
             _compare(key, recorded.get(key), now, free, f"in the run of {recipe.folder}")
 
 
+def check_training_data(recipe: Recipe) -> None:
+    """Checks the training data alone, as `check_inputs` does. Raises ConfigError."""
+    recorded = recorded_inputs(recipe.folder)
+    read = {key: path for key, path in input_paths(recipe).items() if key.startswith("data.train")}
+    for key, now in _digests(read, recorded).items() if recorded else ():
+        _compare(key, recorded.get(key), now, frozenset(), f"in the run of {recipe.folder}")
+
+
 def check_replayed_model(recipe: Recipe, folder: Path) -> None:
     """Checks the models of a replay, reading all their files. Raises ConfigError."""
     recorded = recorded_inputs(folder)

@@ -72,15 +72,17 @@ def compare_with_folder(buffer: Buffer, folder: Path) -> Comparison:
 
 def _refusals(found: Comparison, buffer: Buffer, folder: Path, known: int) -> int:
     """Adds what a trainer that starts would refuse. Returns the version of the last checkpoint."""
-    for incomplete in incomplete_checkpoints(folder / CHECKPOINTS_FOLDER):
-        words = f"{incomplete} has no {STATE_FILE}, so it is not complete and no trainer reads it"
-        found.notes.append(f"{words}: remove it, or copy it again")
+    latest = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
+    last = 0 if latest is None else latest[0]
+    for version, _, incomplete in incomplete_checkpoints(folder / CHECKPOINTS_FOLDER):
+        if version <= last:
+            words = f"{incomplete} has no {STATE_FILE}, so it is not complete and no trainer reads it"
+            found.notes.append(f"{words}: remove it, or copy it again")
     try:
         resume_point = find_resume_point(folder)
     except TandemError as error:
         found.forbid(error)
-        latest = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
-        return 0 if latest is None else latest[0]
+        return last
     version = resume_point.checkpoint_version
     try:
         if resume_point.checkpoint:

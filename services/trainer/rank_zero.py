@@ -37,6 +37,7 @@ from tandem.services.run.watchdog import Watchdog
 from tandem.services.service_info import ServiceInfo, cpu_seconds
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
+from tandem.services.trainer.notes import write_notes
 from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, STOPPING, check_complete
@@ -221,6 +222,7 @@ class RankZero:
             log.warning(words, result.policy_version, rows, extra={"version": result.policy_version})
         self._metrics.add(line)
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
+        write_notes(self._buffer, self._recipe.folder, result.policy_version, trained.batch.group_ids)
         self._optimizer_step = result.optimizer_step
 
     def start_evaluation(self, version: int) -> None:

@@ -22,7 +22,12 @@ from tandem.services.config import Recipe
 from tandem.services.process import lock_file
 from tandem.services.run.folder import write_text
 from tandem.trainer.batch.record import read_plan, recorded_versions
-from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
+from tandem.trainer.checkpoints.state import (
+    STATE_FILE,
+    incomplete_checkpoints,
+    latest_checkpoint,
+    list_checkpoints,
+)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 INCARNATION_FILE = "incarnation"
@@ -51,9 +56,17 @@ class ResumePoint:
 
 
 def find_resume_point(folder: Path) -> ResumePoint:
-    """The resume point in the run folder. Raises LedgerError if a record before the last recorded batch is missing."""
+    """The resume point in the run folder. Raises LedgerError if a record before the last recorded batch is missing,
+    RunFolderError if a checkpoint that would be the last one is not complete.
+    """
     checkpoint = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
     version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[2]))
+    for later, _, incomplete in incomplete_checkpoints(folder / CHECKPOINTS_FOLDER):
+        if later > version:
+            raise RunFolderError(
+                f"checkpoint {incomplete} has no {STATE_FILE}, so it is not complete: copy it again, or remove it to "
+                f"go on from version {version}"
+            )
     recorded = [number for number in recorded_versions(folder) if number > version]
     expected = range(version + 1, version + 1 + len(recorded))
     if recorded != list(expected):

@@ -55,9 +55,9 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, int, Path]]:
     return [one for one in _named(checkpoints) if (one[2] / STATE_FILE).exists()]
 
 
-def incomplete_checkpoints(checkpoints: Path) -> list[Path]:
-    """The folders that have the name of a checkpoint and no `state.json`. A trainer leaves none; a broken copy may."""
-    return [folder for _, _, folder in _named(checkpoints) if not (folder / STATE_FILE).exists()]
+def incomplete_checkpoints(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """As `list_checkpoints`, the folders without `state.json`. A trainer leaves none; a broken copy may."""
+    return [one for one in _named(checkpoints) if not (one[2] / STATE_FILE).exists()]
 
 
 def _named(checkpoints: Path) -> list[tuple[int, int, Path]]:

@@ -27,6 +27,7 @@ for i = 1, offered do
     limiter.admit(id)
     mark('admitted', id, 1)
     redis.call('SET', key('payload', id), ARGV[2 * i + 3])
+    redis.call('HSET', key('group', id), 'admitted', WALL_MS)
     enter(id, 'prompts_waiting', 'back')
     redis.call('HDEL', META, 'feed_done')
   end

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.history import finished_groups, group_history, trained_groups
+from tandem.services.buffer.history import finished_groups, group_history, group_notes, trained_groups
 from tandem.services.run.estimates import NOTES_BYTES, SET_ASIDE_BYTES
 from tests.support import redis_ring as ring
 
@@ -41,24 +41,30 @@ def test_each_return_of_a_lease_is_kept_with_its_holder_and_reason(buffer: Buffe
     (third,) = ring.claim(buffer, "prompts")
     seen = group_history(buffer.connection, "0-0")
     assert (seen.admitted, seen.state, seen.ended, seen.version) == (True, "prompts_leased", "", None)
-    assert [(one.stage, one.worker, one.reason) for one in seen.returns] == [
+    assert [(one.stage, one.worker, one.reason) for one in seen.notes.returns] == [
         ("prompts", ring.SAMPLER, "shutdown"),
         ("prompts", ring.SAMPLER, "unsampleable"),
     ]
-    assert seen.returns[1].detail == "é" * 80 and seen.failures == {"data": 1}
-    assert [(stage, one.worker, one.is_over) for stage, one in seen.leases.items()] == [
+    assert seen.notes.returns[1].detail == "é" * 80 and seen.failures == {"data": 1}
+    assert [(stage, one.worker, one.is_over) for stage, one in seen.notes.leases.items()] == [
         ("prompts", ring.SAMPLER, False)
     ]
     assert ring.finish(buffer, third)
     (scoring,) = ring.claim(buffer, "generated")
     seen = group_history(buffer.connection, "0-0")
-    assert [(one.worker, one.is_over) for one in seen.leases.values()] == [(ring.SAMPLER, True), (ring.SCORER, False)]
-    assert seen.leases["prompts"].since < seen.leases["generated"].since
+    assert [(one.worker, one.is_over) for one in seen.notes.leases.values()] == [
+        (ring.SAMPLER, True),
+        (ring.SCORER, False),
+    ]
+    assert seen.notes.leases["prompts"].since < seen.notes.leases["generated"].since
     assert ring.finish(buffer, scoring)
     ring.train(buffer, 1, 1, 1)
     seen = group_history(buffer.connection, "0-0")
-    assert (seen.state, seen.version, len(seen.returns)) == ("trained", 1, 2)
+    assert (seen.state, seen.version, len(seen.notes.returns)) == ("trained", 1, 2)
     assert trained_groups(buffer.connection) == {"0-0": 1}
+    notes = group_notes(buffer.connection, ["0-0", "0-7"])
+    assert notes == {"0-0": seen.notes} and seen.notes.admitted_at is not None
+    assert seen.notes.admitted_at <= seen.notes.leases["prompts"].since
 
 
 def test_only_the_last_returns_are_kept_and_none_of_a_group_that_is_over(buffer: Buffer) -> None:
@@ -67,11 +73,11 @@ def test_only_the_last_returns_are_kept_and_none_of_a_group_that_is_over(buffer:
         (claim,) = ring.claim(buffer, "prompts")
         buffer.release(claim, f"reason_{attempt}", "infrastructure")
     seen = group_history(buffer.connection, "0-0")
-    assert [one.reason for one in seen.returns] == [f"reason_{attempt}" for attempt in range(4, 12)]
-    assert seen.num_returns == 12
+    assert [one.reason for one in seen.notes.returns] == [f"reason_{attempt}" for attempt in range(4, 12)]
+    assert seen.notes.num_returns == 12
     _fail(buffer, "0-0")
     seen = group_history(buffer.connection, "0-0")
-    assert (seen.state, seen.ended, seen.returns) == ("", "dropped:crashed", ())
+    assert (seen.state, seen.ended, seen.notes.returns) == ("", "dropped:crashed", [])
     assert not group_history(buffer.connection, "7-7").admitted
 
 

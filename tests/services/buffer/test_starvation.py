@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.services.buffer.starvation import CAUSES, Observation, Verdict, diagnose
 from tandem.services.buffer.types import Sampler
+from tandem.services.control.controller import Controller, Lease
+from tandem.services.control.launcher import StartedByHand
+from tandem.services.control.status import status_of
+from tandem.services.metrics.ledger import ledger_figures
+from tandem.services.run import watchdog
+from tests.support.redis_ring import new_run
+from tests.support.run_inputs import recipe_of, small_values
 
 ALIVE = {"feed": 0.5, "rollout-0": 0.5, "reward": 0.5, "trainer": 0.5}
 STARVED = {"trainer": {"starved_seconds": 45.0}}
@@ -99,6 +107,26 @@ def test_a_verdict_names_its_cause_and_since_when(cause: str) -> None:
     verdict = diagnose(found)
     assert (verdict.cause, verdict.seconds) == (cause, seconds)
     assert says in verdict.line
+
+
+def test_status_metrics_and_log_name_every_cause(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_of(small_values(tmp_path), run={"run_id": "starved"})
+    buffer = new_run(redis_url, run_id="starved")
+    controller = Controller(recipe, buffer, StartedByHand(buffer), Lease(buffer, "test"))
+    for cause, (made_up, seconds, says) in CASES.items():
+        found = replace(made_up, counts={**buffer.counts(), **made_up.counts})
+        monkeypatch.setattr(controller, "observe", lambda found=found: found)
+        (warning,) = status_of(controller, ()).warnings
+        assert says in warning
+        starved = {name for name, value in ledger_figures(found).items() if name.startswith("starved_") and value}
+        assert starved == ({f"starved_{cause}"} if seconds else set())
+        monkeypatch.setattr(watchdog, "observe", lambda *_, found=found: found)
+        caplog.clear()
+        watchdog.Watchdog(buffer, recipe)._check()
+        assert [warning] * (seconds >= watchdog.STARVED_SECONDS) == caplog.messages
+    buffer.close()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_twelve_faults_over_all_services_lose_no_group_and_train_none_twice(tmp_
     groups = written["groups"]
     assert groups["committed"] == TOTAL * P
     assert groups["dropped"] == groups.get("dropped:run_ended", 0), "no fault costs a prompt"
+    assert f"groups: {groups['admitted']} admitted = {TOTAL * P} committed" in done.stdout
     assert [line["step"] for line in run.metrics()] == list(range(1, TOTAL + 1))
     assert sorted(run.instances().values()) == [1] * (TOTAL * P)
     check_what_is_found(run)

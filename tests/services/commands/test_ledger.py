@@ -13,12 +13,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tandem.protos.errors import RunFolderError
+from tandem.services.buffer.history import group_notes
 from tandem.services.buffer.orders import Orders
 from tandem.services.cli import app
 from tandem.services.commands import ledger_views
 from tandem.services.config import Recipe
+from tandem.services.run.inputs import record_inputs
 from tandem.services.trainer import repair
+from tandem.services.trainer.notes import NOTES_FILE, read_notes, write_notes
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, trainer_lock
+from tandem.services.trainer.takeover import Takeover
 from tandem.trainer.batch.record import GROUPS_FILE, PLAN_FILE, record_folder
 from tandem.trainer.checkpoints.state import FORMAT, STATE_FILE, CheckpointState, checkpoint_folder
 from tests.support import redis_ring as ring
@@ -34,6 +39,9 @@ class Killed(Predecessor):
         super().__init__(recipe, url)
         self.folder = recipe.folder
         self.write_checkpoint(1)
+        group_ids = [group.group_id for group in self.groups[:P]]
+        write_notes(self.buffer, self.folder, 1, group_ids)
+        assert read_notes(self.folder, 1) == group_notes(self.buffer.connection, group_ids) != {}
         self.buffer.commit(self.incarnation, 1)
         self.train(2)
 
@@ -155,10 +163,20 @@ def test_a_batch_that_is_on_disk_first_is_no_violation(run: Killed) -> None:
     assert run.verify() == ([], ["batches/000003 is not in the ledger yet: the trainer enters it"])
 
 
-def test_a_checkpoint_without_its_state_is_named_and_no_trainer_reads_it(run: Killed) -> None:
+def test_a_checkpoint_without_its_state_is_refused_unless_a_later_one_is_complete(run: Killed) -> None:
     (run.write_checkpoint(2) / STATE_FILE).unlink()
+    incomplete = f"000002-{run.incarnation} has no {STATE_FILE}, so it is not complete"
+    remedy = f"{incomplete}: copy it again, or remove it to go on from version 1"
+    (violation,), notes = run.verify()
+    assert remedy in violation and notes == []
+    with pytest.raises(RunFolderError, match=remedy):
+        Takeover(run.recipe, run.buffer, 1, hands_over=True).prepare()
+    code, said = run.tandem("repair")
+    assert code == 1 and len(said.splitlines()) == 1 and "cannot be repaired: " in said and remedy in said
+    run.train(3)
+    run.write_checkpoint(3)
     violations, (note,) = run.verify()
-    assert violations == [] and f"000002-{run.incarnation} has no {STATE_FILE}, so it is not complete" in note
+    assert violations == [] and f"{incomplete} and no trainer reads it" in note
 
 
 def test_records_that_were_removed_are_not_compared(run: Killed) -> None:
@@ -276,13 +294,17 @@ def test_the_life_of_a_group_is_told_from_admission_to_checkpoint(run: Killed) -
     for line in (
         "0-1: committed",
         f"epoch 0, row 1 of {run.folder.parent / 'train.jsonl'}",
-        "the record does not say",
         "0, 1, 1, 0 (4 of 4 answers are scored)",
         "version 1 (batches/000001), recorded by incarnation 1, trained by optimizer step 7",
         f"checkpoints/000001-{run.incarnation} is the first that contains it",
     ):
         assert line in said, (line, said)
     assert "4 answers sampled by version 0" in said
+    topics = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()}
+    assert topics["admitted"].startswith("20") and topics["sampled"].startswith("by rollout-0, which claimed it 20")
+    assert topics["scored"].startswith("by reward, which claimed it 20") and "leases" not in topics
+    (record_folder(run.folder, 1) / NOTES_FILE).unlink()
+    assert "leases      the record does not say" in run.tandem("ledger", "--group", "0-1")[1]
     trained = run.tandem("ledger", "--group", "0-2")[1]
     assert "0-2: trained in version 2, not committed" in trained and "by reward, which claimed it 20" in trained
     assert "none yet" in trained and "not trained yet" in trained
@@ -297,6 +319,16 @@ def test_the_retries_of_a_group_in_progress_are_told(run: Killed) -> None:
     ring.claim(run.buffer, "prompts")
     said = run.tandem("ledger", "--group", "0-6")[1]
     assert "now by rollout-0" in said and "by rollout-0 (prompts): unsampleable: the prompt is [too] long" in said
+
+
+def test_a_row_is_not_named_from_other_data_than_the_runs(run: Killed) -> None:
+    record_inputs(run.recipe, run.buffer)
+    data = run.folder.parent / "train.jsonl"
+    data.write_text(data.read_text().splitlines(keepends=True)[0])
+    code, said = run.tandem("ledger", "--group", "0-1", "--json")
+    (prompt,) = json.loads(said)["prompt"]
+    assert code == 0 and prompt.startswith(f"epoch 0, place 1 of the epoch (data.train_file: {data} was ")
+    assert "put back what the run began with" in prompt
 
 
 @pytest.mark.parametrize("group_id", ["0-99", "nonsense", "0-1;2"])

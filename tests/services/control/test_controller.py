@@ -18,8 +18,9 @@ from tandem.protos.errors import (
     UnavailableError,
     UserError,
 )
-from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.buffer import COUNTERS, Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.buffer.types import STATES
 from tandem.services.commands import status as status_command
 from tandem.services.commands.find_controller import ControllerPlace
 from tandem.services.commands.status import watch_running
@@ -94,12 +95,15 @@ def test_the_command_shows_the_status_until_the_run_ends(served: Served) -> None
     said = io.StringIO()
     place = ControllerPlace(served.buffer.services()["controller"], token_of(served.buffer, Role.read))
     with looping(lambda _: watch_running(place, Console(file=said, width=200))):
-        eventually(lambda: "rollout-1" in said.getvalue())
+        eventually(lambda: "stale_results_refused" in said.getvalue())
         assert "running, paused" not in said.getvalue()
         pause(served, "rollout-0")
         eventually(lambda: "running, paused" in said.getvalue())
         Orders(served.buffer.connection).end_run("finished")
         eventually(lambda: ": finished, launcher none" in said.getvalue())
+    shown = [line.split()[0] for line in said.getvalue().splitlines() if line.strip()]
+    counts = shown[shown.index("admitted") :][: len(COUNTERS) + len(STATES)]
+    assert counts == [*COUNTERS, *STATES], "a reply to Status has no order"
 
 
 def test_the_command_says_that_it_waits_for_a_controller_that_hangs_and_gives_up(

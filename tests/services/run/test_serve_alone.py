@@ -339,6 +339,7 @@ def test_a_controller_restarts_without_losing_orders_and_is_steered_from_anywher
     assert "needs a token with the role operate" in tandem("resume", *place, "rollout-0", code=2)
     monkeypatch.setenv("TANDEM_TOKEN", run_token(buffer.secret(), Role.operate))
     assert "resumed: rollout-0" in tandem("resume", *place, "rollout-0")
+    assert "name the sampler that is to leave" in tandem("drain", *place, code=2)
     assert "writes a checkpoint after the batch at hand" in tandem("checkpoint", *place)
     assert "the run stops" in tandem("stop", *place)
     assert second.wait(timeout=DEADLINE_SECONDS) == 0, "the controller ends with its run"

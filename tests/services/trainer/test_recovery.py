@@ -28,6 +28,7 @@ from tandem.services.config import Recipe
 from tandem.services.process import Repeated
 from tandem.services.trainer import prefetch, recovery
 from tandem.services.trainer.batch_source import BatchSource
+from tandem.services.trainer.notes import read_notes
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.recovery import (
     check_complete,
@@ -39,7 +40,7 @@ from tandem.services.trainer.recovery import (
 )
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
-from tests.support.redis_ring import losing_writes
+from tests.support.redis_ring import SAMPLER, SCORER, losing_writes
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads, write_states
 from tests.support.waiting import eventually
@@ -130,6 +131,10 @@ def check_resumed(recipe: Recipe, buffer: Buffer, url: str, undisturbed: tuple[d
     assert all(line["weights_digest"] == digests[line["step"]] for line in lines), "also of those trained again"
     assert exported(recipe) == weights
     assert recorded_versions(recipe.folder) == [1, 2, 3, 4]
+    for version in recorded_versions(recipe.folder):
+        notes = read_notes(recipe.folder, version)
+        assert set(notes) == set(read_plan(recipe.folder, version).group_ids), "a commit removes them from Redis"
+        assert {lease.worker for one in notes.values() for lease in one.leases.values()} == {SAMPLER, SCORER}
     counts = buffer.counts()
     assert (counts["committed"], counts["admitted"], counts["outstanding"]) == (TOTAL * P, TOTAL * P, 0)
     assert buffer.verify() == []
