@@ -3,7 +3,7 @@
     python benchmarks/chaos.py [--faults 200] [--seed 7] [--output benchmarks/records/chaos.json]
 
 The run has ten batches for each fault, at least the demo's 200. `tandem chaos` draws the faults from the seed and
-checks the ledger every 5 s. The exit code is 1 if that finds anything wrong, if the model's accuracy does not reach that
+checks the ledger every 5 s. The exit code is 1 if that finds anything wrong, if the model does not reach the accuracy
 of the demo, or if a killed service takes longer than `LONGEST_SECONDS`; then the run's folder is kept. 200 faults take
 about an hour on two cores.
 """
