@@ -182,6 +182,8 @@ class Connection:
                 fault, remedy = f"cannot be reached: {_one_line(error)}", "start it"
             except redis.ResponseError as error:
                 fault, remedy = self._passing_refusal(error), "mend it"
+                # After a failover the address names another server, and the old one refuses writes for good.
+                self.redis.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._note_answer()
                 return answer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 import redis
@@ -147,6 +148,33 @@ def test_a_call_waits_until_a_real_redis_takes_writes_again(
     assert ring.finish(refused, claimed) and refused.verify() == []
     assert "answers again" in caplog.text
     client.close()
+
+
+def test_after_a_failover_a_service_goes_on_at_the_server_that_has_the_address_now(
+    server: EmbeddedRedis, memory_folder: Path
+) -> None:
+    """The earlier master lives, as a replica, and keeps its connections."""
+    address = memory_folder / "address"
+
+    def name(named: EmbeddedRedis) -> None:
+        address.unlink(missing_ok=True)
+        address.symlink_to(unquote(urlsplit(named.url).path))
+
+    name(server)
+    run = ring.new_run(server.url)
+    buffer = patient(run, f"unix://{quote(str(address))}")
+    ring.offer(buffer, 1)
+    successor = start_redis(memory_folder / "successor")
+    try:
+        with closing(Buffer(successor.url, run.run_id)) as copy:
+            ring.restore_keys(copy, ring.saved_keys(run))
+            _read_only(run.connection.redis)
+            name(successor)
+            [claimed] = in_thread("claim", ring.claim, buffer, "prompts").result(20)
+            assert ring.finish(buffer, claimed)
+            assert copy.counts()["generated_waiting"] == 1 and copy.verify() == []
+    finally:
+        successor.stop()
 
 
 def test_a_redis_that_hangs_is_asked_again_and_each_call_takes_effect_once(
