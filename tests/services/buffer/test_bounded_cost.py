@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tandem.protos.codec import encode_headers
 from tandem.protos.types import RowHeader, VersionSpan
+from tandem.services.buffer import verification
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import STATES
@@ -160,6 +162,49 @@ def test_the_work_of_the_trainer_s_verbs_does_not_grow_with_the_trained_versions
     )
     single.close()
     buffer.close()
+
+
+def test_no_call_of_the_check_grows_with_the_epochs_of_a_run(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small dataset has thousands of them. The largest call is measured by the commands that it runs."""
+    original, costs = Connection.run, []
+
+    def run(self: Connection, name: str, *arguments: bytes | str | int) -> object:
+        answers: list[object] = []
+        largest[0] = max(largest[0], _cost(buffer, lambda: answers.append(original(self, name, *arguments))))
+        return answers[0]
+
+    monkeypatch.setattr(Connection, "run", run)
+    redis, key = buffer.connection.redis, buffer.connection.key
+    for epoch in range(400):
+        redis.sadd(key("epochs"), epoch)
+        for outcome in ("admitted", "committed"):
+            redis.sadd(key(f"maps:{epoch}"), outcome)
+            redis.setbit(key(f"bits:{epoch}:{outcome}"), epoch % 8, 1)
+            redis.hincrby(key("counters"), outcome, 1)
+        redis.hincrby(key("counters"), "retired", 1)
+        if epoch in (2, 399):
+            largest = [0]
+            assert buffer.verify() == []
+            costs += largest
+    assert costs[1] <= costs[0] + 2, "once a second, a script writes the clock"
+    redis.setbit(key("bits:300:committed"), 4, 0)
+    assert buffer.verify() == ["committed counts 400, marked are 399"]
+
+
+def test_the_check_allows_for_groups_that_end_while_it_counts(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, versions = verification._marked, itertools.count(1)
+
+    def marked(connection: Connection) -> Counter[str]:
+        found, version = original(connection), next(versions)
+        ring.score(buffer, 2)
+        ring.train(buffer, 1, version, 2)
+        buffer.publish(1, version, [ring.SAMPLER])
+        buffer.commit(1, version)
+        return found
+
+    monkeypatch.setattr(verification, "_marked", marked)
+    assert buffer.verify() == []
+    assert next(versions) > 1
 
 
 def test_the_end_of_a_run_drops_any_number_of_groups_and_at_most_those_that_were_there(redis_url: str) -> None:
