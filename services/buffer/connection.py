@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 OUTAGE_SECONDS = 10.0
 """How long a command waits for an unreachable Redis. The services of a run wait for `run.redis_outage_seconds`."""
 OLDEST_REDIS = (6, 2)
+MOST_GROUPS = 128
+"""How many groups a call about leases concerns at most: CHUNK in groups.lua."""
 
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
@@ -162,6 +164,14 @@ class Connection:
         if verb not in self._scripts:
             self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
         return self.retried(lambda: self._scripts[verb](keys=[self.key("meta")], args=arguments))
+
+    def run_in_parts(self, verb: str, argument: str | int, rows: Sequence[Sequence[bytes | str | int]]) -> list[int]:
+        """Runs a verb for some rows at a time, and returns the numbers that it answers."""
+        answers: list[int] = []
+        for first in range(0, len(rows), MOST_GROUPS):
+            flat = [value for row in rows[first : first + MOST_GROUPS] for value in row]
+            answers += map(int, self.run(verb, argument, *flat))
+        return answers
 
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -42,6 +41,19 @@ def _cost(buffer: Buffer, call: Callable[[], object]) -> int:
     stats.append(buffer.connection.redis.info("commandstats"))
     before, after = (sum(figures["calls"] for figures in stat.values()) for stat in stats)
     return after - before
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, buffer: Buffer) -> list[int]:
+    """The cost of each script that is run from now on."""
+    original, costs = Connection.run, list[int]()
+
+    def run(self: Connection, name: str, *arguments: bytes | str | int) -> object:
+        answers: list[object] = []
+        costs.append(_cost(buffer, lambda: answers.append(original(self, name, *arguments))))
+        return answers[0]
+
+    monkeypatch.setattr(Connection, "run", run)
+    return costs
 
 
 def _four_versions(url: str) -> Buffer:
@@ -165,15 +177,8 @@ def test_the_work_of_the_trainer_s_verbs_does_not_grow_with_the_trained_versions
 
 
 def test_no_call_of_the_check_grows_with_the_epochs_of_a_run(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small dataset has thousands of them. The largest call is measured by the commands that it runs."""
-    original, costs = Connection.run, []
-
-    def run(self: Connection, name: str, *arguments: bytes | str | int) -> object:
-        answers: list[object] = []
-        largest[0] = max(largest[0], _cost(buffer, lambda: answers.append(original(self, name, *arguments))))
-        return answers[0]
-
-    monkeypatch.setattr(Connection, "run", run)
+    """A small dataset has thousands of them."""
+    costs, calls = [], _measured(monkeypatch, buffer)
     redis, key = buffer.connection.redis, buffer.connection.key
     for epoch in range(400):
         redis.sadd(key("epochs"), epoch)
@@ -183,9 +188,9 @@ def test_no_call_of_the_check_grows_with_the_epochs_of_a_run(buffer: Buffer, mon
             redis.hincrby(key("counters"), outcome, 1)
         redis.hincrby(key("counters"), "retired", 1)
         if epoch in (2, 399):
-            largest = [0]
+            calls.clear()
             assert buffer.verify() == []
-            costs += largest
+            costs.append(max(calls))
     assert costs[1] <= costs[0] + 2, "once a second, a script writes the clock"
     redis.setbit(key("bits:300:committed"), 4, 0)
     assert buffer.verify() == ["committed counts 400, marked are 399"]
@@ -238,12 +243,28 @@ def test_a_restart_gives_back_any_number_of_leases_and_costs_those_of_no_other_w
     buffer.close()
 
 
+def test_no_call_about_leases_grows_with_their_number(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ring.new_run(redis_url, groups_per_batch=1000, target_groups=1000)
+    ring.offer(buffer, 900)
+    costs, calls = [], _measured(monkeypatch, buffer)
+    for number in (200, 700):
+        calls.clear()
+        held = ring.claim(buffer, "prompts", number)
+        assert buffer.renew(held, 30.0, {held[-1].token: b"half"}) == []
+        assert buffer.complete_all([(claim, b"answers", "") for claim in held]) == []
+        costs.append(max(calls))
+    assert costs[1] <= costs[0] + 2
+    assert buffer.counts()["generated_waiting"] == 900 and buffer.verify() == []
+    buffer.close()
+
+
 def test_many_leases_that_expire_at_once_are_all_refused_though_a_call_requeues_only_some(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, groups_per_batch=600, target_groups=600)
     ring.offer(buffer, 600)
-    late = ring.claim(buffer, "prompts", 600, lease_seconds=0.01)
-    time.sleep(0.02)
-    assert buffer.complete_all([(claim, b"late", "") for claim in late]) == [claim.token for claim in late]
+    late = ring.claim(buffer, "prompts", 600)
+    buffer.connection.redis.zadd(buffer.connection.key("prompts_leased"), {claim.group_id: 1 for claim in late})
+    last = late[-100:]
+    assert buffer.complete_all([(claim, b"late", "") for claim in last]) == [claim.token for claim in last]
     assert buffer.counts()["leases_expired"] < 600
     again = [claim.group_id for _ in range(3) for claim in ring.claim(buffer, "prompts", 600)]
     assert sorted(again) == sorted(claim.group_id for claim in late)
