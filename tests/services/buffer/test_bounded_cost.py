@@ -16,7 +16,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import STATES
 from tandem.services.config import parse_recipe
-from tandem.services.run.estimates import worst_case_redis_bytes
+from tandem.services.run.estimates import EPOCH_BYTES, worst_case_redis_bytes
 from tests.support import redis_ring as ring
 
 
@@ -134,9 +134,29 @@ def test_a_run_takes_less_memory_than_is_estimated(redis_url: str) -> None:
     assert buffer.counts()["trained"] == 500 and buffer.counts()["scored_waiting"] == 200
     grown = used() - before
     payloads = 200 * len(payload)
-    estimate = worst_case_redis_bytes(recipe)
+    estimate = worst_case_redis_bytes(recipe, 1000)
     assert payloads < grown < estimate, (grown - payloads, estimate - payloads)
     buffer.connection.redis.unlink(*buffer.connection.redis.keys(buffer.connection.key("*")))
+    buffer.close()
+
+
+def test_an_epoch_takes_less_memory_than_is_estimated(redis_url: str) -> None:
+    """One of two groups: one is committed, the other one is dropped."""
+    buffer = ring.new_run(redis_url, groups_per_batch=300, target_groups=600)
+    group_ids = [[f"{epoch}-{index}" for epoch in range(300)] for index in range(2)]
+    redis = buffer.connection.redis
+    before = int(redis.info("memory")["used_memory"])
+    for ids in group_ids:
+        assert buffer.admit([(group_id, b"") for group_id in ids], 0) == 300
+    ring.move(buffer, "prompts", 300)
+    ring.move(buffer, "generated", 300)
+    ring.train(buffer, 1, 1, 300)
+    buffer.publish(1, 1, [ring.SAMPLER])
+    buffer.commit(1, 1)
+    assert buffer.drop_outstanding(1, "run_ended") == 300
+    redis.unlink(*redis.keys(buffer.connection.key("answer:*")))
+    used = (int(redis.info("memory")["used_memory"]) - before) / 300
+    assert 0.5 * EPOCH_BYTES < used < EPOCH_BYTES, used
     buffer.close()
 
 

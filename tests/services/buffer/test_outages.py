@@ -217,25 +217,23 @@ def _age_heartbeat(buffer: Buffer, seconds: float) -> None:
     buffer.connection.redis.hincrby(buffer.connection.key("beats"), ring.SAMPLER, int(-1000 * seconds))
 
 
-def _lose_lease(buffer: Buffer, *, silent: bool) -> str:
-    """Lets the lease of the next group expire; returns the group's id."""
+def _lose_lease(buffer: Buffer, silence: float) -> str:
+    """Lets the lease of the next group expire while its holder is silent; returns the group's id."""
     [claim] = ring.claim(buffer, "prompts", lease_seconds=0.005)
-    if silent:
-        _age_heartbeat(buffer, 11.0)
+    _age_heartbeat(buffer, silence)
     time.sleep(0.01)
     buffer.counts()
-    if silent:
-        _age_heartbeat(buffer, -11.0)
+    _age_heartbeat(buffer, -silence)
     return claim.group_id
 
 
 def test_a_lease_that_expires_with_a_silent_holder_costs_no_budget(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, infrastructure=0)
     ring.offer(buffer, 1)
-    for _ in range(3):
-        _lose_lease(buffer, silent=True)
+    for silence in (60.0, 11.0, 4.0):  # a short lease ends soon after its holder
+        _lose_lease(buffer, silence)
     assert buffer.counts()["prompts_waiting"] == 1
-    _lose_lease(buffer, silent=False)
+    _lose_lease(buffer, 0.0)
     assert buffer.counts()["dropped:lease_expired"] == 1, "its holder is alive"
     assert buffer.verify() == []
 
@@ -243,7 +241,7 @@ def test_a_lease_that_expires_with_a_silent_holder_costs_no_budget(redis_url: st
 def test_a_group_that_ends_every_holder_lets_others_pass_and_is_dropped_in_the_end(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, infrastructure=0)
     [deadly, *_] = ring.offer(buffer, 3)
-    held = [_lose_lease(buffer, silent=True) for _ in range(4)]
+    held = [_lose_lease(buffer, 11.0) for _ in range(4)]
     assert held == [deadly, deadly, deadly, "0-1"], "after three holders it waits behind the others"
     for died in range(3, 17):
         assert buffer.counts()["dropped"] == 0, died
