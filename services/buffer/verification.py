@@ -10,8 +10,10 @@ the marks are counted, so a counter has to lie between the numbers of marks befo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
+
+from redis.client import Pipeline
 
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import LIVE_STATES
@@ -57,21 +59,21 @@ def _marked(connection: Connection) -> Counter[str]:
     epochs = sorted(connection.retried(lambda: set(redis.sscan_iter(key("epochs"), count=_PAGE))))
     for first in range(0, len(epochs), _CHUNK):
         names = [epoch.decode() for epoch in epochs[first : first + _CHUNK]]
-        maps = cast("list[list[bytes]]", _answers(connection, "SMEMBERS", [f"maps:{epoch}" for epoch in names]))
+        maps = cast("list[list[bytes]]", _answers(connection, Pipeline.smembers, [f"maps:{epoch}" for epoch in names]))
         places = [(epoch, name.decode()) for epoch, members in zip(names, maps, strict=True) for name in members]
-        numbers = _answers(connection, "BITCOUNT", [f"bits:{epoch}:{name}" for epoch, name in places])
+        numbers = _answers(connection, Pipeline.bitcount, [f"bits:{epoch}:{name}" for epoch, name in places])
         for (_, name), number in zip(places, cast("list[int]", numbers), strict=True):
             found[name] += number
     return found
 
 
-def _answers(connection: Connection, command: str, keys: Sequence[str]) -> list[object]:
+def _answers(connection: Connection, command: Callable[[Pipeline, str], object], keys: Sequence[str]) -> list[object]:
     """The answers to one command for each key, sent at once and run one by one."""
 
     def ask() -> list[object]:
         with connection.redis.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.execute_command(command, connection.key(key))
+                command(pipeline, connection.key(key))
             return cast("list[object]", pipeline.execute())
 
     return connection.retried(ask)
