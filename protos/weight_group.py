@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from tandem.protos.digest_rows import COLUMNS, sum_rows
-from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
+from tandem.protos.errors import DataError, EnvironmentLackError, UnavailableError, WeightTransferError
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress
 
@@ -232,7 +232,7 @@ class WeightGroup:
             self._group = _process_group(address, scoped, rank, device, timeout)
             if address.backend == "gloo":
                 self._check_members(rank, scoped.get(_SECRET), timeout)
-        except RuntimeError as error:  # torch's DistError and its timeouts are RuntimeErrors
+        except (RuntimeError, UnavailableError) as error:  # those of torch are RuntimeErrors; the store may be away
             raise WeightTransferError(
                 f"weight group {address.group_name} of {address.world_size} ranks around {address.host} did not come "
                 f"together within {timeout_seconds:g} s: {_first_line(error)}"

@@ -21,7 +21,7 @@ from typing import Literal, cast
 from tandem.protos.codec import decode_headers
 from tandem.protos.errors import LedgerError, LostWritesError
 from tandem.services.buffer.arguments import checked_ids, checked_reason, rows, sampler_of, with_generations
-from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
+from tandem.services.buffer.connection import MOST_GROUPS, RUNS, Connection, milliseconds, new_request
 from tandem.services.buffer.rollback import check_records, recorded_version, roll_back, run_to_end
 from tandem.services.buffer.trainer_calls import TrainerCalls
 from tandem.services.buffer.types import (
@@ -135,7 +135,7 @@ class Buffer:
     # ---- leases ----
 
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
-        """Leases up to n groups of a stage. Waits for the first one; returns [] at the timeout.
+        """Leases up to n groups of a stage, at most 128. Waits for the first one; returns [] at the timeout.
 
         For `prompts`, raises NotAdmittedError if `worker` is no sampler LIVE at the published version, FencedError if a
         later start of the sampler replaced this process.
@@ -144,7 +144,7 @@ class Buffer:
 
         def attempt() -> list[Claim]:
             generation = self._generation(worker)
-            arguments = (stage, worker, generation, n, milliseconds(lease_seconds))
+            arguments = (stage, worker, generation, min(n, MOST_GROUPS), milliseconds(lease_seconds))
             try:
                 reply = self.connection.run("claim", new_request(), *arguments)
             except LostWritesError:
@@ -158,11 +158,9 @@ class Buffer:
         self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[int, bytes] | None = None
     ) -> list[int]:
         """Extends leases to `lease_seconds` from now and saves partial results by token. Returns lost tokens."""
-        arguments: list[bytes | str | int] = []
-        for claim in claims:
-            saved = (partial or {}).get(claim.token)
-            arguments += [claim.group_id, claim.stage, claim.token, int(saved is not None), saved or b""]
-        return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *arguments)]
+        saved = partial or {}
+        leases = [(c.group_id, c.stage, c.token, int(c.token in saved), saved.get(c.token, b"")) for c in claims]
+        return self.connection.run_in_parts("renew", milliseconds(lease_seconds), leases)
 
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Completes one group; see `complete_all`. Returns False if the result was refused."""
@@ -176,8 +174,8 @@ class Buffer:
         """
         (stage,) = {claim.stage for claim, _, _ in finished}
         assert all(bool(headers) == (stage == "generated") for _, _, headers in finished)
-        flat = [field for one, data, headers in finished for field in (one.group_id, one.token, data, headers)]
-        return [int(token) for token in self.connection.run("complete", stage, *flat)]
+        results = [(one.group_id, one.token, data, headers) for one, data, headers in finished]
+        return self.connection.run_in_parts("complete", stage, results)
 
     def release(self, claim: Claim, reason: str, kind: FailureKind, detail: str = "") -> Released:
         """Requeues the group, or drops it with `reason` once its budget for this kind of failure is spent.

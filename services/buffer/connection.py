@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 OUTAGE_SECONDS = 10.0
 """How long a command waits for an unreachable Redis. The services of a run wait for `run.redis_outage_seconds`."""
 OLDEST_REDIS = (6, 2)
+MOST_GROUPS = 128
+"""How many groups a call about leases concerns at most: CHUNK in groups.lua."""
 
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
@@ -163,6 +165,14 @@ class Connection:
             self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
         return self.retried(lambda: self._scripts[verb](keys=[self.key("meta")], args=arguments))
 
+    def run_in_parts(self, verb: str, argument: str | int, rows: Sequence[Sequence[bytes | str | int]]) -> list[int]:
+        """Runs a verb for some rows at a time, and returns the numbers that it answers."""
+        answers: list[int] = []
+        for first in range(0, len(rows), MOST_GROUPS):
+            flat = [value for row in rows[first : first + MOST_GROUPS] for value in row]
+            answers += map(int, self.run(verb, argument, *flat))
+        return answers
+
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
         patience = next(one for one in (outage_seconds, self._outage_seconds, OUTAGE_SECONDS) if one is not None)
@@ -182,6 +192,8 @@ class Connection:
                 fault, remedy = f"cannot be reached: {_one_line(error)}", "start it"
             except redis.ResponseError as error:
                 fault, remedy = self._passing_refusal(error), "mend it"
+                # After a failover the address names another server, and the old one refuses writes for good.
+                self.redis.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._note_answer()
                 return answer

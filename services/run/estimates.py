@@ -21,7 +21,9 @@ SET_ASIDE_BYTES = 600_000
 HEADER_BYTES = 250
 """Of Redis for a row of a scored group: its header."""
 FINISHED_GROUP_BYTES = 2
-"""Of Redis for a group that is over: a bit of its epoch for each way to end, and a share of what an epoch takes."""
+"""Of Redis for a group that is over: a bit of its epoch for each way to end."""
+EPOCH_BYTES = 1000
+"""Of Redis for an epoch of the training data: the keys of these bits."""
 SERVICE_BYTES = 1 << 16
 """Of Redis for a service: its figures, and the answers to its last calls."""
 LOG_COPIES = 3
@@ -50,15 +52,16 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None, *, last_version: i
     return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)
 
 
-def worst_case_redis_bytes(recipe: Recipe) -> int:
+def worst_case_redis_bytes(recipe: Recipe, rows_per_epoch: int) -> int:
     """Bytes of a run at its end if all credits are in use, all answers have the maximum length, and the next
-    checkpoint is due. Prompts that are dropped and replaced add FINISHED_GROUP_BYTES each.
+    checkpoint is due. Prompts that are dropped and replaced add FINISHED_GROUP_BYTES each, and their share of an epoch.
     """
     run = recipe.run
     row = recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN + HEADER_BYTES
     outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES + NOTES_BYTES)
     trained = recipe.checkpoint_every * run.groups_per_batch * (GROUP_BYTES + NOTES_BYTES)
-    finished = run.total_batches * run.groups_per_batch * FINISHED_GROUP_BYTES
+    num_groups = run.total_batches * run.groups_per_batch
+    finished = num_groups * FINISHED_GROUP_BYTES + -(-num_groups // rows_per_epoch) * EPOCH_BYTES
     samplers = max(recipe.rollout.num_replicas, recipe.autoscale.max_samplers)
     services = samplers + recipe.autoscale.max_scorers + 3  # feed, trainer, controller
     return outstanding + trained + finished + services * SERVICE_BYTES + SET_ASIDE_BYTES

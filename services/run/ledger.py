@@ -24,8 +24,13 @@ _POLL_SECONDS = 0.25
 
 
 def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
-    """Checks that Redis has memory for the groups of the run and for its jobs; raises ConfigError if not."""
-    check_room(buffer.connection, job_bytes(recipe), worst_case_redis_bytes(recipe))
+    """Checks that Redis has memory for the groups of the run and for its jobs; raises ConfigError if not, DataError if
+    the training data cannot be read.
+    """
+    from tandem.services.data.dataset import Mixture  # loads pyarrow
+
+    rows_per_epoch = len(Mixture(recipe.data.train_files))
+    check_room(buffer.connection, job_bytes(recipe), worst_case_redis_bytes(recipe, rows_per_epoch))
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:

@@ -13,11 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from tandem.protos.errors import DataError, EnvironmentLackError, SchemaVersionError, WeightTransferError
+from tandem.protos.errors import (
+    DataError,
+    EnvironmentLackError,
+    SchemaVersionError,
+    UnavailableError,
+    WeightTransferError,
+)
 from tandem.protos.manifest import (
     ALIGNMENT,
     ParameterSpec,
@@ -26,6 +33,7 @@ from tandem.protos.manifest import (
     plan_buckets,
     weights_digest,
 )
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
@@ -357,6 +365,25 @@ def test_rank_0_may_join_after_the_others() -> None:
     assert joined
     group.close()
     joined[0].close()
+
+
+class AwayStore(dist.Store):
+    """Its server does not answer."""
+
+    def set(self, key: str, value: str) -> None:
+        raise UnavailableError("Redis cannot be reached")
+
+
+def open_no_store() -> dist.Store:
+    raise UnavailableError("Redis cannot be reached")
+
+
+@pytest.mark.parametrize("opener", ["open_no_store", "AwayStore"])
+def test_a_store_that_is_away_is_a_failed_transfer(opener: str) -> None:
+    """The sender goes on without this group."""
+    address, store = WeightGroupAddress("127.0.0.1", "away", 2, "gloo"), StoreSource(f"{__name__}:{opener}", ())
+    with pytest.raises(WeightTransferError, match=r"did not come together .*: Redis cannot be reached"):
+        WeightGroup(address, 0, CPU, TIMEOUT, store)
 
 
 def test_a_host_that_cannot_be_reached_is_reported() -> None:

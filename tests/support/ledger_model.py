@@ -9,7 +9,7 @@ from typing import Any
 from tandem.protos.errors import FencedError, LostWritesError, NotAdmittedError
 
 STAGES = ("prompts", "generated")
-LONGEST_STEP_MS, SILENT_MS, MOST_HOLDERS, CHUNK = 5000, 10_000, 16, 128
+LONGEST_STEP_MS, SILENT_MS, MOST_HOLDERS, CHUNK = 5000, 3000, 16, 128
 
 Place = float | str
 

@@ -70,7 +70,12 @@ def offer(buffer: Buffer, count: int, *, start: int | None = None) -> list[str]:
 
 
 def claim(buffer: Buffer, stage: Stage, n: int = 1, *, lease_seconds: float = LEASE_SECONDS) -> list[Claim]:
-    return buffer.claim(stage, SAMPLER if stage == "prompts" else SCORER, n, lease_seconds, 0)
+    """Claims up to n groups, in as many calls as they need."""
+    claimed: list[Claim] = []
+    worker = SAMPLER if stage == "prompts" else SCORER
+    while len(claimed) < n and (more := buffer.claim(stage, worker, n - len(claimed), lease_seconds, 0)):
+        claimed += more
+    return claimed
 
 
 def finish(buffer: Buffer, claimed: Claim) -> bool:

@@ -1,6 +1,6 @@
 -- Groups: their queues, their end (committed, dropped), and leases that run out.
 
-local SILENT_MS = 10000 -- since the last heartbeat: ALIVE_SECONDS in types.py
+local SILENT_MS = 3000 -- since the last heartbeat, which comes every second
 local MOST_HOLDERS = 16
 local MOST_NOTES = 8 -- of a group, the last ones: NOTES_BYTES in services/run/estimates.py
 local MOST_SET_ASIDE = 1000 -- prompts of a run: SET_ASIDE_BYTES there

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tandem.protos.codec import encode_headers
 from tandem.protos.types import RowHeader, VersionSpan
+from tandem.services.buffer import verification
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.types import STATES
 from tandem.services.config import parse_recipe
-from tandem.services.run.estimates import worst_case_redis_bytes
+from tandem.services.run.estimates import EPOCH_BYTES, worst_case_redis_bytes
 from tests.support import redis_ring as ring
 
 
@@ -40,6 +41,19 @@ def _cost(buffer: Buffer, call: Callable[[], object]) -> int:
     stats.append(buffer.connection.redis.info("commandstats"))
     before, after = (sum(figures["calls"] for figures in stat.values()) for stat in stats)
     return after - before
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, buffer: Buffer) -> list[int]:
+    """The cost of each script that is run from now on."""
+    original, costs = Connection.run, list[int]()
+
+    def run(self: Connection, name: str, *arguments: bytes | str | int) -> object:
+        answers: list[object] = []
+        costs.append(_cost(buffer, lambda: answers.append(original(self, name, *arguments))))
+        return answers[0]
+
+    monkeypatch.setattr(Connection, "run", run)
+    return costs
 
 
 def _four_versions(url: str) -> Buffer:
@@ -120,9 +134,29 @@ def test_a_run_takes_less_memory_than_is_estimated(redis_url: str) -> None:
     assert buffer.counts()["trained"] == 500 and buffer.counts()["scored_waiting"] == 200
     grown = used() - before
     payloads = 200 * len(payload)
-    estimate = worst_case_redis_bytes(recipe)
+    estimate = worst_case_redis_bytes(recipe, 1000)
     assert payloads < grown < estimate, (grown - payloads, estimate - payloads)
     buffer.connection.redis.unlink(*buffer.connection.redis.keys(buffer.connection.key("*")))
+    buffer.close()
+
+
+def test_an_epoch_takes_less_memory_than_is_estimated(redis_url: str) -> None:
+    """One of two groups: one is committed, the other one is dropped."""
+    buffer = ring.new_run(redis_url, groups_per_batch=300, target_groups=600)
+    group_ids = [[f"{epoch}-{index}" for epoch in range(300)] for index in range(2)]
+    for ids in group_ids:
+        assert buffer.admit([(group_id, b"") for group_id in ids], 0) == 300
+    ring.move(buffer, "prompts", 300)
+    ring.move(buffer, "generated", 300)
+    ring.train(buffer, 1, 1, 300)
+    buffer.publish(1, 1, [ring.SAMPLER])
+    buffer.commit(1, 1)
+    assert buffer.drop_outstanding(1, "run_ended") == 300
+    redis, key = buffer.connection.redis, buffer.connection.key
+    of_epochs = [key("epochs").encode(), *redis.keys(key("maps:*")), *redis.keys(key("bits:*"))]
+    assert len(of_epochs) == 1 + 300 + 3 * 300
+    used = sum(redis.memory_usage(name, samples=0) or 0 for name in of_epochs) / 300
+    assert 0.4 * EPOCH_BYTES < used < EPOCH_BYTES, used
     buffer.close()
 
 
@@ -162,6 +196,42 @@ def test_the_work_of_the_trainer_s_verbs_does_not_grow_with_the_trained_versions
     buffer.close()
 
 
+def test_no_call_of_the_check_grows_with_the_epochs_of_a_run(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small dataset has thousands of them."""
+    costs, calls = [], _measured(monkeypatch, buffer)
+    redis, key = buffer.connection.redis, buffer.connection.key
+    for epoch in range(400):
+        redis.sadd(key("epochs"), epoch)
+        for outcome in ("admitted", "committed"):
+            redis.sadd(key(f"maps:{epoch}"), outcome)
+            redis.setbit(key(f"bits:{epoch}:{outcome}"), epoch % 8, 1)
+            redis.hincrby(key("counters"), outcome, 1)
+        redis.hincrby(key("counters"), "retired", 1)
+        if epoch in (2, 399):
+            calls.clear()
+            assert buffer.verify() == []
+            costs.append(max(calls))
+    assert costs[1] <= costs[0] + 2, "once a second, a script writes the clock"
+    redis.setbit(key("bits:300:committed"), 4, 0)
+    assert buffer.verify() == ["committed counts 400, marked are 399"]
+
+
+def test_the_check_allows_for_groups_that_end_while_it_counts(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, versions = verification._marked, itertools.count(1)
+
+    def marked(connection: Connection) -> Counter[str]:
+        found, version = original(connection), next(versions)
+        ring.score(buffer, 2)
+        ring.train(buffer, 1, version, 2)
+        buffer.publish(1, version, [ring.SAMPLER])
+        buffer.commit(1, version)
+        return found
+
+    monkeypatch.setattr(verification, "_marked", marked)
+    assert buffer.verify() == []
+    assert next(versions) > 1
+
+
 def test_the_end_of_a_run_drops_any_number_of_groups_and_at_most_those_that_were_there(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, groups_per_batch=600, target_groups=600)
     ring.offer(buffer, 600)
@@ -193,12 +263,28 @@ def test_a_restart_gives_back_any_number_of_leases_and_costs_those_of_no_other_w
     buffer.close()
 
 
+def test_no_call_about_leases_grows_with_their_number(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ring.new_run(redis_url, groups_per_batch=1000, target_groups=1000)
+    ring.offer(buffer, 900)
+    costs, calls = [], _measured(monkeypatch, buffer)
+    for number in (200, 700):
+        calls.clear()
+        held = ring.claim(buffer, "prompts", number)
+        assert buffer.renew(held, 30.0, {held[-1].token: b"half"}) == []
+        assert buffer.complete_all([(claim, b"answers", "") for claim in held]) == []
+        costs.append(max(calls))
+    assert costs[1] <= costs[0] + 2
+    assert buffer.counts()["generated_waiting"] == 900 and buffer.verify() == []
+    buffer.close()
+
+
 def test_many_leases_that_expire_at_once_are_all_refused_though_a_call_requeues_only_some(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, groups_per_batch=600, target_groups=600)
     ring.offer(buffer, 600)
-    late = ring.claim(buffer, "prompts", 600, lease_seconds=0.01)
-    time.sleep(0.02)
-    assert buffer.complete_all([(claim, b"late", "") for claim in late]) == [claim.token for claim in late]
+    late = ring.claim(buffer, "prompts", 600)
+    buffer.connection.redis.zadd(buffer.connection.key("prompts_leased"), {claim.group_id: 1 for claim in late})
+    last = late[-100:]
+    assert buffer.complete_all([(claim, b"late", "") for claim in last]) == [claim.token for claim in last]
     assert buffer.counts()["leases_expired"] < 600
     again = [claim.group_id for _ in range(3) for claim in ring.claim(buffer, "prompts", 600)]
     assert sorted(again) == sorted(claim.group_id for claim in late)

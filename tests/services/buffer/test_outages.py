@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 import redis
@@ -149,6 +150,33 @@ def test_a_call_waits_until_a_real_redis_takes_writes_again(
     client.close()
 
 
+def test_after_a_failover_a_service_goes_on_at_the_server_that_has_the_address_now(
+    server: EmbeddedRedis, memory_folder: Path
+) -> None:
+    """The earlier master lives, as a replica, and keeps its connections."""
+    address = memory_folder / "address"
+
+    def name(named: EmbeddedRedis) -> None:
+        address.unlink(missing_ok=True)
+        address.symlink_to(unquote(urlsplit(named.url).path))
+
+    name(server)
+    run = ring.new_run(server.url)
+    buffer = patient(run, f"unix://{quote(str(address))}")
+    ring.offer(buffer, 1)
+    successor = start_redis(memory_folder / "successor")
+    try:
+        with closing(Buffer(successor.url, run.run_id)) as copy:
+            ring.restore_keys(copy, ring.saved_keys(run))
+            _read_only(run.connection.redis)
+            name(successor)
+            [claimed] = in_thread("claim", ring.claim, buffer, "prompts").result(20)
+            assert ring.finish(buffer, claimed)
+            assert copy.counts()["generated_waiting"] == 1 and copy.verify() == []
+    finally:
+        successor.stop()
+
+
 def test_a_redis_that_hangs_is_asked_again_and_each_call_takes_effect_once(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,25 +217,23 @@ def _age_heartbeat(buffer: Buffer, seconds: float) -> None:
     buffer.connection.redis.hincrby(buffer.connection.key("beats"), ring.SAMPLER, int(-1000 * seconds))
 
 
-def _lose_lease(buffer: Buffer, *, silent: bool) -> str:
-    """Lets the lease of the next group expire; returns the group's id."""
+def _lose_lease(buffer: Buffer, silence: float) -> str:
+    """Lets the lease of the next group expire while its holder is silent; returns the group's id."""
     [claim] = ring.claim(buffer, "prompts", lease_seconds=0.005)
-    if silent:
-        _age_heartbeat(buffer, 11.0)
+    _age_heartbeat(buffer, silence)
     time.sleep(0.01)
     buffer.counts()
-    if silent:
-        _age_heartbeat(buffer, -11.0)
+    _age_heartbeat(buffer, -silence)
     return claim.group_id
 
 
 def test_a_lease_that_expires_with_a_silent_holder_costs_no_budget(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, infrastructure=0)
     ring.offer(buffer, 1)
-    for _ in range(3):
-        _lose_lease(buffer, silent=True)
+    for silence in (60.0, 11.0, 4.0):  # a short lease ends soon after its holder
+        _lose_lease(buffer, silence)
     assert buffer.counts()["prompts_waiting"] == 1
-    _lose_lease(buffer, silent=False)
+    _lose_lease(buffer, 0.0)
     assert buffer.counts()["dropped:lease_expired"] == 1, "its holder is alive"
     assert buffer.verify() == []
 
@@ -215,7 +241,7 @@ def test_a_lease_that_expires_with_a_silent_holder_costs_no_budget(redis_url: st
 def test_a_group_that_ends_every_holder_lets_others_pass_and_is_dropped_in_the_end(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, infrastructure=0)
     [deadly, *_] = ring.offer(buffer, 3)
-    held = [_lose_lease(buffer, silent=True) for _ in range(4)]
+    held = [_lose_lease(buffer, 11.0) for _ in range(4)]
     assert held == [deadly, deadly, deadly, "0-1"], "after three holders it waits behind the others"
     for died in range(3, 17):
         assert buffer.counts()["dropped"] == 0, died

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.services.config import Recipe
 from tandem.services.run import estimates, model_check
 from tests.support.run_inputs import Values, recipe_of
 
@@ -19,9 +20,20 @@ def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
     assert estimates.disk_need_bytes(exported, facts) >= plain + 12e9
 
 
+def room_of(recipe: Recipe, rows_per_epoch: int = 10**9) -> int:
+    return estimates.worst_case_redis_bytes(recipe, rows_per_epoch)
+
+
+@pytest.mark.parametrize(("num_batches", "expected"), [(5, 10), (400, 20), (100_000, 50)])
+def test_a_run_writes_checkpoints_by_default(values: Values, num_batches: int, expected: int) -> None:
+    """Redis keeps what is trained until it is in one."""
+    recipe = recipe_of(values, run={"total_batches": num_batches})
+    assert (recipe.trainer.checkpoint_every, recipe.checkpoint_every) == (0, expected)
+
+
 def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
     plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
-    added = estimates.worst_case_redis_bytes(remax) - estimates.worst_case_redis_bytes(plain)
+    added = room_of(remax) - room_of(plain)
     assert 13 * plain.credits * plain.max_model_tokens < added < 16 * 1.5 * plain.credits * plain.max_model_tokens
     assert estimates.disk_need_bytes(remax, None) == 1.5 * estimates.disk_need_bytes(plain, None)
 
@@ -38,9 +50,12 @@ def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
 def test_the_room_in_redis_counts_history_what_waits_for_a_checkpoint_and_services(
     values: Values, changed: Values
 ) -> None:
-    assert estimates.worst_case_redis_bytes(recipe_of(values, **changed)) > 1e5 + estimates.worst_case_redis_bytes(
-        recipe_of(values)
-    )
+    assert room_of(recipe_of(values, **changed)) > 1e5 + room_of(recipe_of(values))
+
+
+def test_the_room_in_redis_counts_the_epochs_of_a_small_dataset(values: Values) -> None:
+    recipe = recipe_of(values, run={"total_batches": 10_000, "groups_per_batch": 8})
+    assert room_of(recipe, rows_per_epoch=8) - room_of(recipe) == (10_000 - 1) * estimates.EPOCH_BYTES
 
 
 def test_batches_that_are_not_kept_need_no_disk(values: Values) -> None:

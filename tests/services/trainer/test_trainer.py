@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.protos.errors import FencedError, RunFolderError, SelectionError, TrainingError
+from tandem.protos.errors import FencedError, LostWritesError, RunFolderError, SelectionError, TrainingError
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
@@ -28,6 +28,7 @@ from tandem.trainer.checkpoints.state import list_checkpoints, read_state
 from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
+from tests.support.redis_ring import losing_writes
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads, write_states
@@ -329,6 +330,31 @@ def test_a_trainer_that_is_replaced_while_it_saves_leaves_no_checkpoint(
     ((version, incarnation, folder),) = list_checkpoints(recipe.folder / "checkpoints")
     assert (version, incarnation) == (1, buffer.counts()["incarnation"])
     assert read_state(folder).incarnation == incarnation
+
+
+def test_the_records_that_redis_needs_if_it_loses_the_last_commit_are_kept(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, run={"keep_batches": 1}, trainer={"checkpoint_every": 2, "keep_checkpoints": 1})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(4 * P))
+    original = Buffer.commit
+
+    def commit(self: Buffer, incarnation: int, version: int) -> None:
+        if version < 4:
+            original(self, incarnation, version)
+        else:
+            with losing_writes(buffer):
+                original(self, incarnation, version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffer, "commit", commit)
+        with pytest.raises(LostWritesError):
+            train(recipe, redis_url)
+    assert (buffer.committed_version(), recorded_versions(recipe.folder)) == (2, [3, 4])
+    assert train(recipe, redis_url)
+    counts = buffer.counts()
+    assert (counts["committed"], counts["outstanding"]) == (4 * P, 0) and buffer.verify() == []
 
 
 def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(tmp_path: Path, redis_url: str) -> None:
