@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from tandem.services.buffer.redis_server import start_redis
@@ -22,8 +22,8 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._server = start_redis(folder)
-        self._sizes: deque[tuple[float, Path, int]] = deque(maxlen=_KEPT_SAMPLES)
-        """Monotonic time, append-only file, its bytes."""
+        self._sizes: deque[tuple[float, int, int]] = deque(maxlen=_KEPT_SAMPLES)
+        """Monotonic time, inode of the append-only file, its bytes."""
 
     @property
     def url(self) -> str:
@@ -40,8 +40,10 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
 
     def note_size(self) -> None:
         """Notes how long the append-only file is now, for `restart_without_last_second`."""
-        if (file := self._log()) is not None:
-            self._sizes.append((time.monotonic(), file, file.stat().st_size))
+        with suppress(FileNotFoundError):  # just replaced by a shorter one
+            if (file := self._log()) is not None:
+                status = file.stat()
+                self._sizes.append((time.monotonic(), status.st_ino, status.st_size))
 
     def restart_if_dead(self) -> None:
         """Restarts a dead server from its append-only file, as the supervisor does with the Redis of its own."""
@@ -58,12 +60,14 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
         self.kill()
         killed_at, file = time.monotonic(), self._log()
         self._server.stop()
-        known = (size for at, of, size in reversed(self._sizes) if at <= killed_at - LOST_SECONDS and of == file)
-        kept = next(known, None)  # None: the file has been rewritten since
         lost = 0
-        if file is not None and kept is not None:
-            lost = file.stat().st_size - kept
-            os.truncate(file, kept)
+        if file is not None:
+            now = file.stat()
+            before = (one for one in reversed(self._sizes) if one[0] <= killed_at - LOST_SECONDS)
+            kept = next((size for _, inode, size in before if inode == now.st_ino), None)
+            if kept is not None:  # else the file has been rewritten since, under the same name
+                lost = now.st_size - kept
+                os.truncate(file, kept)
         self._sizes.clear()
         self._server = start_redis(self._folder)
         return lost
