@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ LEAST_ACCURACY = 0.95
 CHECKPOINT_EVERY = 10
 MODEL_SECONDS = 900.0
 FAULT_SECONDS = 300.0
+STOP_SECONDS = 60.0
 GROUPS = ("admitted", "committed", "dropped", "dropped:run_ended")
 
 
@@ -105,8 +107,13 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def tandem(*arguments: str, seconds: float) -> int:
-    command = [sys.executable, "-m", "tandem.services.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, timeout=seconds, check=False).returncode
+    process = subprocess.Popen([sys.executable, "-m", "tandem.services.cli", *arguments], cwd=ROOT)
+    try:
+        return process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # `tandem chaos` has a disk to unmount
+            process.wait(STOP_SECONDS)
 
 
 def python(*arguments: object) -> None:
