@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ LONGEST_SECONDS = {"rollout-0": 30.0, "trainer": 30.0, "feed": 8.0, "reward": 8.
 CHECKPOINT_EVERY = 10
 MODEL_SECONDS = 900.0
 FAULT_SECONDS = 300.0
+STOP_SECONDS = 60.0
 GROUPS = ("admitted", "committed", "dropped", "dropped:run_ended")
 
 
@@ -115,8 +117,13 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def tandem(*arguments: str, seconds: float) -> int:
-    command = [sys.executable, "-m", "tandem.services.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, timeout=seconds, check=False).returncode
+    process = subprocess.Popen([sys.executable, "-m", "tandem.services.cli", *arguments], cwd=ROOT)
+    try:
+        return process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # `tandem chaos` has a disk to unmount
+            process.wait(STOP_SECONDS)
 
 
 def python(*arguments: object) -> None:

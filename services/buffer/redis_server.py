@@ -31,11 +31,10 @@ _LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting do
 _ANSWER_SECONDS = 10.0
 _LOAD_SECONDS = 300.0
 _STOP_SECONDS = 5.0
+_REWRITE_BYTES = 256 << 20  # an append-only file of this length is written anew
 _TORN = "aof-load-truncated is enabled"
 _DAMAGED = "Bad file format"
 _PING_SECONDS = 2.0
-REWRITE_BYTES = 256 << 20
-"""An append-only file of this length is written anew."""
 
 
 class EmbeddedRedis:
@@ -122,6 +121,8 @@ def start_redis(folder: Path) -> EmbeddedRedis:
     data.chmod(0o700)  # Redis' files, which any user may read, hold the secret of the run's tokens
     socket = _socket_path(data)
     with _locked(data) as lock:
+        for leftover in data.glob("**/temp-rewriteaof-*.aof"):  # of a server that was killed as it rewrote its log
+            leftover.unlink()
         told_before = len(_text(log_file))
         process = subprocess.Popen(
             dying_with_parent([str(binary), *_options(data, log_file, socket)]),
@@ -136,8 +137,8 @@ def start_redis(folder: Path) -> EmbeddedRedis:
         _wait_until_it_answers(server, log_file)
         if _TORN in _text(log_file)[told_before:]:
             _replace_torn_file(server, data)
-        else:
-            _shorten_long_file(server)
+        elif sum(file.stat().st_size for file in _append_only_files(data)) > _REWRITE_BYTES:
+            _begin_rewrite(server)
     except BaseException:
         server.stop()
         raise
@@ -154,7 +155,7 @@ def _options(data: Path, log_file: Path, socket: Path) -> list[str]:
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",  # `everysec` loses acknowledged writes if the server is killed
-        "auto-aof-rewrite-min-size": str(REWRITE_BYTES),
+        "auto-aof-rewrite-min-size": str(_REWRITE_BYTES),
         "maxmemory-policy": "noeviction",
     }
     return [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -222,13 +223,18 @@ def _replace_torn_file(server: EmbeddedRedis, data: Path) -> None:
         raise EnvironmentLackError(f"{data} could not be written anew; is its disk full? free space there")
 
 
-def _shorten_long_file(server: EmbeddedRedis) -> None:
-    """Has a long append-only file written anew beside the calls of clients. Redis itself waits until the file has twice
-    the length that it had at the start, so with many restarts it would grow without end.
+def _begin_rewrite(server: EmbeddedRedis) -> None:
+    """Has a large append-only file written anew beside the work. Redis 6 does that at twice the size that it had at the
+    start: a server that dies often would never do it.
     """
-    with contextlib.closing(redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)) as client:
-        if client.info("persistence")["aof_current_size"] >= REWRITE_BYTES:
-            client.bgrewriteaof()
+    client = redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)
+    with contextlib.closing(client), contextlib.suppress(redis.ResponseError):  # it has begun by itself
+        client.bgrewriteaof()
+
+
+def _append_only_files(data: Path) -> list[Path]:
+    """Redis 7 has several, in a folder."""
+    return [*data.glob("appendonly.aof"), *data.glob("appendonlydir/*.aof")]
 
 
 def _died_at_start(log_file: Path) -> EnvironmentLackError:

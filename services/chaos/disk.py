@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.protos.errors import EnvironmentLackError
+from tandem.services.launchers.children import describe_exit
 
+BUSY_SECONDS = 10.0
+"""Killed processes have let go of the disk by then."""
 _MOUNT_SECONDS = 30.0
+_POLL_SECONDS = 0.1
 _SMALLEST_BYTES = 1 << 20
 _LEFT_BYTES = 4 << 20  # what may be written while the disk is made smaller
 _BLOCK_BYTES = 4096
@@ -23,25 +28,39 @@ def check_mountable() -> None:
         pass
 
 
+def check_empty(folder: Path) -> None:
+    """Raises EnvironmentLackError for a folder with files, which a disk mounted there would hide."""
+    if folder.is_dir() and any(folder.iterdir()):
+        remedy = "empty it, choose another run.folder, or leave out disk"
+        raise EnvironmentLackError(f"{folder} is not empty, so no small disk can be put there; {remedy}")
+
+
 class SmallDisk(AbstractContextManager["SmallDisk"]):
     """Context manager: an empty disk of `num_bytes` at `folder`. Afterwards the folder holds, on the disk below, what
-    was written there.
+    was written there. Leaving the block raises EnvironmentLackError if processes still use the disk after
+    `BUSY_SECONDS`, or if its files cannot be copied. Then it stays mounted.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder = folder
         self._num_bytes = num_bytes
         self._filler = folder / "filler"
+        check_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise EnvironmentLackError(f"{folder} is not empty, so no small disk can be put there; leave out disk")
         self._mount("-t", "tmpfs", "-o", f"size={num_bytes},mode=0755", "tandem-chaos")
 
     def __exit__(self, *_exception: object) -> None:
         self.free()
+        deadline = time.monotonic() + BUSY_SECONDS
+        while users_of(self._folder) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # a killed process may still write
         copy = self._folder.with_name(f"{self._folder.name}.copy")
-        shutil.copytree(self._folder, copy, symlinks=True)
-        _run("umount", str(self._folder))
+        try:
+            shutil.copytree(self._folder, copy, symlinks=True)
+        except OSError as error:
+            why = f"its files cannot be copied to {copy} ({error})"
+            raise EnvironmentLackError(f"{self._folder} is still mounted: {why}; copy them, then umount it") from None
+        self._unmount(copy, deadline)
         self._folder.rmdir()
         copy.rename(self._folder)
 
@@ -66,13 +85,47 @@ class SmallDisk(AbstractContextManager["SmallDisk"]):
         self._mount("-o", f"remount,size={self._num_bytes}")
 
     def _mount(self, *options: str) -> None:
-        _run("mount", *options, str(self._folder))
+        if said := _fault_of("mount", *options, str(self._folder)):
+            raise EnvironmentLackError(f"a full disk needs a tmpfs, which cannot be mounted ({said}); leave out disk")
+
+    def _unmount(self, copy: Path, deadline: float) -> None:
+        """Waits for processes that are ending: they use the disk a little longer than they have files open."""
+        while said := _fault_of("umount", str(self._folder)):
+            if "busy" not in said or time.monotonic() >= deadline:
+                pids = " ".join(map(str, users_of(self._folder)))
+                by = f", used by the processes {pids}; end them, and then" if pids else "; later"
+                then = f"umount {self._folder} && rmdir {self._folder} && mv {copy} {self._folder}"
+                raise EnvironmentLackError(f"{self._folder} is still mounted ({said}){by}: {then}")
+            time.sleep(_POLL_SECONDS)
 
 
-def _run(*command: str) -> None:
+def users_of(mount: Path) -> list[int]:
+    """The processes with a file, a mapping or their working folder on the file system that is mounted there."""
+    device = mount.stat().st_dev
+    return sorted(int(process.name) for process in Path("/proc").glob("[0-9]*") if _uses(process, device))
+
+
+def _uses(process: Path, device: int) -> bool:
+    for link in (process / "cwd", process / "root", *process.glob("fd/*")):
+        with suppress(OSError):  # closed, or the process has ended
+            if link.stat().st_dev == device:
+                return True
+    with suppress(OSError):
+        return f" {os.major(device):02x}:{os.minor(device):02x} " in (process / "maps").read_text(errors="replace")
+    return False
+
+
+def _fault_of(*command: str) -> str:
+    """What a program says that fails, in English; "" if it succeeds."""
     if shutil.which(command[0]) is None:
         raise EnvironmentLackError(f"a full disk needs the program {command[0]}, which is not here; leave out disk")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_MOUNT_SECONDS, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.split())
-        raise EnvironmentLackError(f"a full disk needs the right to {command[0]} ({said}); leave out disk")
+    done = subprocess.run(
+        command,
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=_MOUNT_SECONDS,
+        check=False,
+        start_new_session=True,  # out of reach of Ctrl-C
+    )
+    return " ".join(done.stderr.split()) or describe_exit(done.returncode) if done.returncode else ""

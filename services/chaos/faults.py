@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,9 +16,12 @@ from tandem.services.chaos.processes import Supervisor
 from tandem.services.chaos.proxy import RedisProxy
 from tandem.services.chaos.redis import OwnRedis
 from tandem.services.chaos.schedule import REDIS, SUPERVISOR, Fault, Kind
+from tandem.services.launchers.process_group import USER_ERROR
 
 SLOW_SECONDS = 0.2
 """Delay of each message, in each direction."""
+_NO_SPACE = re.compile(r"disk( of .+)? is full|no space left", re.IGNORECASE)
+"""How `tandem run` and its services name a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,6 @@ class Run:
 class Effect(ABC):
     """One fault that happens."""
 
-    stops_run = False
-    """Whether the supervisor may end because of it, so that the run is resumed when it is over."""
-
     def __init__(self, fault: Fault, run: Run) -> None:
         self.fault = fault
         self.run = run
@@ -49,13 +50,13 @@ class Effect(ABC):
         """Called once, `fault.seconds` later."""
         return
 
+    def may_end_run(self, code: int, said: Sequence[str]) -> bool:
+        """Whether it can be why the run has ended with this exit code and these last lines. Then the run is resumed."""
+        return False
+
 
 class Kill(Effect):
     """kill -9 of a service, of a process below it, of Redis, or of the supervisor."""
-
-    def __init__(self, fault: Fault, run: Run) -> None:
-        super().__init__(fault, run)
-        self.stops_run = fault.target == SUPERVISOR
 
     def begin(self) -> None:
         if self.fault.target == REDIS:
@@ -64,6 +65,9 @@ class Kill(Effect):
             self.run.supervisor.send(signal.SIGKILL)
         else:
             self._kill_service()
+
+    def may_end_run(self, code: int, said: Sequence[str]) -> bool:
+        return self.fault.target == SUPERVISOR and code == -signal.SIGKILL
 
     def _kill_service(self) -> None:
         chosen = self.run.supervisor.processes_of(self.fault.target)
@@ -120,8 +124,6 @@ class Slow(Cut):
 class FullDisk(Effect):
     """The disk of the run folder is full, with Redis' files on it. Redis and the run may end of that."""
 
-    stops_run = True
-
     def begin(self) -> None:
         assert self.run.disk is not None
         self.run.disk.fill()
@@ -129,6 +131,9 @@ class FullDisk(Effect):
     def end(self) -> None:
         assert self.run.disk is not None
         self.run.disk.free()
+
+    def may_end_run(self, code: int, said: Sequence[str]) -> bool:
+        return code == USER_ERROR and any(map(_NO_SPACE.search, said))
 
 
 class RedisLoss(Effect):

@@ -12,19 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.protos.errors import UnavailableError
+from tandem.protos.errors import TandemError, UnavailableError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.chaos.checks import check_finished, check_running
 from tandem.services.chaos.faults import EFFECTS, Effect, Run
 from tandem.services.chaos.recovery import Observation, observe, works_again
 from tandem.services.chaos.schedule import DISK, REDIS, SUPERVISOR, Fault, services_of
 from tandem.services.config import Recipe
+from tandem.services.launchers.children import describe_exit
 
 CHECK_SECONDS = 5.0
 RECOVERY_SECONDS = 300.0
 """What does not work again after this time has failed."""
 STALL_SECONDS = 900.0
 """A run that publishes nothing for this time has failed. Engines of large models take minutes to start."""
+LAST_LINES = 20
+"""What is read and shown of the lines that a run has printed when it ends."""
 _POLL_SECONDS = 0.2
 _ALONE = (DISK, SUPERVISOR)
 
@@ -43,11 +46,18 @@ class Made:
     """Monotonic time of its end, or of the start of the resumed run."""
     recovery_seconds: float | None = None
     """From its end until what it hit worked again; None: the run ended first."""
-    resumed: bool = False
+    exit_code: int | None = None
+    """Of the run that it has ended and that was resumed; None: the run went on."""
+    resumed_at_version: int = -1
+    """The highest version that was published when the run was resumed."""
 
     @property
     def fault(self) -> Fault:
         return self.effect.fault
+
+    @property
+    def resumed(self) -> bool:
+        return self.exit_code is not None
 
 
 @dataclass(slots=True)
@@ -55,11 +65,14 @@ class Result:
     """What has come of a run under faults."""
 
     exit_code: int | None = None
-    """Of the run; None: it was stopped, because it did not recover."""
+    """Of the run; None: it was stopped, because something was wrong or the user interrupted it."""
+    interrupted: bool = False
     made: list[Made] = field(default_factory=list)
     num_checks: int = 0
     violations: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    groups: dict[str, int] = field(default_factory=dict)
+    """The ledger's counts at the end."""
 
 
 class Injector:
@@ -81,20 +94,32 @@ class Injector:
         self._published = -1
         self.result = Result()
 
-    def run(self) -> Result:
-        """Returns when the run has ended, or does not recover."""
+    def run(self, interrupted: Callable[[], bool] = lambda: False) -> Result:
+        """Returns when the run has ended, does not recover, or `interrupted` says so."""
+        try:
+            self._follow(interrupted)
+            if self._run.redis is not None:
+                self._run.redis.restart_if_dead()
+            if self.result.exit_code == 0:
+                self._add(check_finished(self._buffer, self._folder, self._recipe.run.groups_per_batch))
+            self.result.groups = dict(self._buffer.counts())
+        except TandemError as error:  # e.g. Redis does not start again
+            self.result.violations.append(f"{type(error).__name__}: {error}")
+        self.result.seconds = time.monotonic() - self._started_at
+        return self.result
+
+    def _follow(self, interrupted: Callable[[], bool]) -> None:
         try:
             while self.result.exit_code is None and not self.result.violations:
+                if interrupted():
+                    self.result.interrupted = True
+                    return
                 self._step()
                 time.sleep(_POLL_SECONDS)
         finally:
             for made in self._open:
                 if made.ended_at is None:
                     made.effect.end()
-        if self.result.exit_code == 0:
-            self._add(check_finished(self._buffer, self._folder, self._recipe.run.groups_per_batch))
-        self.result.seconds = time.monotonic() - self._started_at
-        return self.result
 
     def _step(self) -> None:
         self._end_faults()
@@ -128,9 +153,9 @@ class Injector:
             return  # it has died by itself; its supervisor restarts it
         effect = EFFECTS[fault.kind](self._coming.pop(0), self._run)
         made = Made(effect, seen, self._published, time.monotonic() - self._started_at)
-        effect.begin()
         self.result.made.append(made)
         self._open.append(made)
+        effect.begin()
 
     def _end_faults(self) -> None:
         for made in self._open:
@@ -143,7 +168,8 @@ class Injector:
         for made in list(self._open):
             if made.ended_at is None:
                 continue
-            if works_again(made.fault, made.ended_at, made.before, seen, self._services, made.published):
+            published = max(made.published, made.resumed_at_version)
+            if works_again(made.fault, made.ended_at, made.before, seen, self._services, published):
                 made.recovery_seconds = time.monotonic() - made.ended_at
                 self._open.remove(made)
                 self._progress_at = time.monotonic()
@@ -172,34 +198,38 @@ class Injector:
         code = self._run.supervisor.exit_code()
         if code is None:
             return
-        cause = self._cause_of_end()
-        if code == 0 or cause is None:
+        cause = self._cause_of_end(code) if code else None
+        if cause is None:
             self.result.exit_code = code
         elif cause.ended_at is not None:
-            cause.resumed, cause.recovery_seconds = True, None
-            cause.ended_at, cause.published = time.monotonic(), self._published
+            cause.exit_code, cause.recovery_seconds = code, None
+            cause.ended_at, cause.resumed_at_version = time.monotonic(), self._published
             if cause not in self._open:
                 self._open.append(cause)
             self._run.supervisor.resume()
 
-    def _cause_of_end(self) -> Made | None:
-        """The fault that has ended the run. The trainer may find later that it could not write on a full disk."""
-        may_end = (made for made in reversed(self.result.made) if made.effect.stops_run and not made.resumed)
-        made = next(may_end, None)
-        if made is None or made.ended_at is None or time.monotonic() < made.ended_at + RECOVERY_SECONDS:
-            return made
+    def _cause_of_end(self, code: int) -> Made | None:
+        """The fault that can have ended the run so. The trainer may find later that it could not write on a full disk,
+        but a fault ends a run once.
+        """
+        said = self._run.supervisor.last_lines(LAST_LINES)
+        for made in reversed(self.result.made):
+            is_old = made.ended_at is not None and time.monotonic() > made.ended_at + RECOVERY_SECONDS
+            if not made.resumed and not is_old and made.effect.may_end_run(code, said):
+                return made
         return None
 
 
 def described(made: Made, count: int) -> str:
     """One line about a fault that is over."""
     lasted = f" for {made.fault.seconds:g} s" if made.fault.seconds else ""
-    resumed = "; the run was resumed" if made.resumed else ""
+    ended = "" if made.exit_code is None else f"; it ended the run ({describe_exit(made.exit_code)}), which was resumed"
     if made.recovery_seconds is None:
-        return f"{_name(made, count)}{lasted}: the run ended first"
-    return f"{_name(made, count)}{lasted}: works again after {made.recovery_seconds:.1f} s{resumed}"
+        return f"{_name(made, count)}{lasted}: the run ended before it worked again{ended}"
+    return f"{_name(made, count)}{lasted}: works again after {made.recovery_seconds:.1f} s{ended}"
 
 
 def _name(made: Made, count: int) -> str:
     fault = made.fault
-    return f"fault {fault.number} of {count}, version {made.published}: {fault.kind} {fault.target}{made.effect.note}"
+    hit = "" if fault.kind in ("disk", "redis-loss") else f" {fault.target}"  # they hit one thing only
+    return f"fault {fault.number} of {count}, version {made.published}: {fault.kind}{hit}{made.effect.note}"

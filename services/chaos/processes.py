@@ -28,6 +28,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         self._folder = folder
         self._environment = {**os.environ, "TANDEM_REDIS_URL": redis_url}
         self._log_file = log_file
+        self._log_start = 0
         self._process = self._start(*arguments)
 
     @property
@@ -56,11 +57,14 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         self._process.send_signal(number)
 
     def last_lines(self, count: int) -> list[str]:
-        return [line for line in self._log_file.read_text(errors="replace").splitlines() if line.strip()][-count:]
+        """The last non-blank lines that `tandem run` has printed since its latest start."""
+        text = self._log_file.read_bytes()[self._log_start :].decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-count:]
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         command = dying_with_parent([sys.executable, "-m", "tandem.services.cli", "run", *arguments])
         with open(self._log_file, "ab") as log:
+            self._log_start = log.tell()
             return subprocess.Popen(
                 command,
                 env=self._environment,

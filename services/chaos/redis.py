@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from tandem.services.buffer.redis_server import start_redis
@@ -40,9 +40,10 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
 
     def note_size(self) -> None:
         """Notes how long the append-only file is now, for `restart_without_last_second`."""
-        if (file := self._log()) is not None:
-            status = file.stat()
-            self._sizes.append((time.monotonic(), status.st_ino, status.st_size))
+        with suppress(FileNotFoundError):  # just replaced by a shorter one
+            if (file := self._log()) is not None:
+                status = file.stat()
+                self._sizes.append((time.monotonic(), status.st_ino, status.st_size))
 
     def restart_if_dead(self) -> None:
         """Restarts a dead server from its append-only file, as the supervisor does with the Redis of its own."""
@@ -61,11 +62,12 @@ class OwnRedis(AbstractContextManager["OwnRedis"]):
         self._server.stop()
         lost = 0
         if file is not None:
-            status, before = file.stat(), killed_at - LOST_SECONDS
-            known = (size for at, inode, size in reversed(self._sizes) if at <= before and inode == status.st_ino)
-            kept = next(known, status.st_size)  # if it has been written anew since, all of it
-            lost = status.st_size - kept
-            os.truncate(file, kept)
+            now = file.stat()
+            before = (one for one in reversed(self._sizes) if one[0] <= killed_at - LOST_SECONDS)
+            kept = next((size for _, inode, size in before if inode == now.st_ino), None)
+            if kept is not None:  # else the file has been rewritten since, under the same name
+                lost = now.st_size - kept
+                os.truncate(file, kept)
         self._sizes.clear()
         self._server = start_redis(self._folder)
         return lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.services.chaos.injector import Made, Result
@@ -35,16 +35,17 @@ def recoveries(made: Sequence[Made]) -> list[Recovery]:
     return rows
 
 
-def as_json(result: Result, wanted: int, groups: Mapping[str, int]) -> dict[str, object]:
-    """The result as a JSON value; `groups` are the ledger's counts at the end."""
+def as_json(result: Result, wanted: int) -> dict[str, object]:
+    """The result as a JSON value."""
     return {
         "exit_code": result.exit_code,
+        "interrupted": result.interrupted,
         "faults_wanted": wanted,
         "faults_made": len(result.made),
         "checks": result.num_checks,
         "violations": result.violations,
         "seconds": round(result.seconds, 1),
-        "groups": dict(groups),
+        "groups": dict(result.groups),
         "recovery": [
             {name: getattr(row, name) for name in Recovery.__dataclass_fields__} for row in recoveries(result.made)
         ],
@@ -63,6 +64,7 @@ def _fault_as_json(made: Made) -> dict[str, object]:
         "at_seconds": round(made.began_at, 1),
         "at_version": made.published,
         "resumed": made.resumed,
+        "exit_code": made.exit_code,
         "recovery_seconds": _rounded(made.recovery_seconds),
     }
 

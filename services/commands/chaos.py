@@ -21,7 +21,7 @@ def chaos(
         argument(metavar="KEY=VALUE", help="Settings that override the recipe, e.g. run.total_batches=500."),
     ] = None,
     faults: Annotated[int, typer.Option(min=1, help="Number of faults.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed from which the faults are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed from which the faults are drawn.")] = 0,
     kinds: Annotated[
         str, option(help="Kinds of faults: kill,stop,cut,slow,disk,redis-loss. Default: all that are possible here.")
     ] = "",
