@@ -20,6 +20,8 @@ from tandem.services.run.redis_child import SILENT_SECONDS
 POLL_SECONDS = 0.1
 _OUTAGE_DELAY_SECONDS = 5.0  # before what died meanwhile is restarted
 SIGKILL_AFTER_SECONDS = 6.0
+START_SECONDS = 1800.0
+"""A child that has not sent a heartbeat by then hangs. Large models take minutes to load."""
 """A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
 
 FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -173,8 +175,8 @@ class ProcessGroup:
                 child.start()
             elif child.state == "starting" and self.last_heartbeat(child.name) > child.started_at:
                 child.state = "running"
-            elif child.state == "running" and self.silence(child.name) > SILENT_SECONDS:
-                self.report(f"{child.name} has sent no heartbeat for {SILENT_SECONDS:.0f} s; it is killed")
+            elif told := self._hangs(child):
+                self.report(f"{child.name} has sent no heartbeat {told}; it is killed")
                 child.state = "failed"
                 child.kill()
             return None
@@ -192,6 +194,15 @@ class ProcessGroup:
             return self._restart(child, code)
         self.report(f"tandem: {child.name}: {fault}")
         return self._end_of(child, USER_ERROR)
+
+    def _hangs(self, child: Child) -> str:
+        """For how long a child that lives has been silent for too long; "" if it has not."""
+        if child.state == "running" and self.silence(child.name) > SILENT_SECONDS:
+            return f"for {SILENT_SECONDS:.0f} s"
+        seconds = time.monotonic() - child.started_at
+        if child.state == "starting" and seconds > START_SECONDS and self.redis_silence() < REDIS_AWAY_SECONDS:
+            return f"in the {START_SECONDS:.0f} s since its start"
+        return ""
 
     def _end_of(self, child: Child, outcome: int) -> int | None:
         """The run's exit code after a child has failed for good. None: the run goes on without it, because it joined
