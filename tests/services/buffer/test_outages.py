@@ -184,6 +184,40 @@ def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(server: Embedded
         starting.result(20)
 
 
+class _CountingLock:
+    def __init__(self) -> None:
+        self.asked, self._lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        self.asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_exception: object) -> None:
+        self._lock.release()
+
+
+def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, lock, begun = ring.new_run(redis_url), _CountingLock(), []
+    original, is_over = connection.Connection.run, threading.Event()
+
+    def run(self: connection.Connection, verb: str, *arguments: bytes | str | int) -> object:
+        begun.append(verb)
+        if len(begun) > 1:
+            return original(self, verb, *arguments)
+        assert is_over.wait(20)
+        raise UnavailableError("Redis cannot be reached")
+
+    monkeypatch.setattr(connection.Connection, "run", run)
+    monkeypatch.setattr(buffer._trainer, "_lock", lock)
+    calls = [in_thread("call", buffer.check_incarnation, 1) for _ in range(3)]
+    eventually(lambda: lock.asked == 3)
+    is_over.set()
+    assert [str(call.exception(20)) for call in calls] == 3 * ["Redis cannot be reached"]
+    assert begun == ["check_incarnation"]
+    buffer.check_incarnation(1)
+    assert len(begun) == 2, "a later call asks Redis again"
+
+
 def _age_heartbeat(buffer: Buffer, seconds: float) -> None:
     """Moves the sampler's last heartbeat into the past."""
     buffer.connection.redis.hincrby(buffer.connection.key("beats"), ring.SAMPLER, int(-1000 * seconds))
