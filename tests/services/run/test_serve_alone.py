@@ -267,6 +267,36 @@ def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> 
     assert load_resolved(recipe.folder / CONFIG_FILE) == with_automatic_values(longer, resume=True)
 
 
+@pytest.mark.parametrize("service", ["feed", "trainer"])
+def test_a_service_of_another_recipe_and_an_empty_folder_does_not_join_the_run(
+    recipe: Recipe, redis_url: str, tmp_path: Path, service: str
+) -> None:
+    join_run(recipe, redis_url, "feed")
+    elsewhere = changed(recipe, folder=str(tmp_path / "elsewhere"), groups_per_batch=P + 1)
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    before = buffer.connection.hash("meta")
+    refused = rf"^run\.groups_per_batch was {P} in run {recipe.run.run_id} at .* and is {P + 1} here: .*run\.run_id$"
+    with pytest.raises(ConfigError, match=refused):
+        join_run(elsewhere, redis_url, service)
+    assert buffer.connection.hash("meta") == before and not elsewhere.folder.exists()
+    join_run(changed(elsewhere, groups_per_batch=P, total_batches=4), redis_url, service)
+    assert (elsewhere.folder / CONFIG_FILE).exists(), "it joins with what a resumed run may change"
+
+
+def test_a_feed_joins_from_a_machine_with_other_paths_and_processors(
+    recipe: Recipe, redis_url: str, tmp_path: Path
+) -> None:
+    began = with_automatic_values(recipe, resume=False)
+    recipe.folder.mkdir()
+    create_ledger(Buffer(redis_url, recipe.run.run_id), began, resume=False)
+    data = tmp_path / "elsewhere.jsonl"
+    data.write_bytes(Path(recipe.data.train_file).read_bytes())
+    moved = changed(recipe, folder=str(tmp_path / "elsewhere"))
+    moved = moved.model_copy(update={"data": moved.data.model_copy(update={"train_file": str(data)})})
+    join_run(moved, redis_url, "feed")
+    assert load_resolved(moved.folder / CONFIG_FILE).data.train_file == str(data)
+
+
 def test_a_run_that_redis_has_lost_is_not_created_again(recipe: Recipe, redis_url: str) -> None:
     recipe.folder.mkdir()
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
