@@ -138,7 +138,7 @@ class Repeated:
         self._thread.start()
         return self
 
-    def __exit__(self, _kind: object, leaving: BaseException | None, _traceback: object) -> None:
+    def __exit__(self, _kind: object, leaving: object, _traceback: object) -> None:
         """Waits for a call under way, but not long: it may hang in Redis. Raises the error of a call."""
         self._ended.set()
         self._thread.join(timeout=self._seconds + _JOIN_SECONDS)

@@ -21,7 +21,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
 from tandem.services.process import in_thread
 from tests.support import redis_ring as ring
-from tests.support.waiting import eventually
+from tests.support.waiting import CountingLock, eventually
 
 PATIENCE_SECONDS = 600.0
 """Longer than a test may take: a call that does not end with the outage fails the test."""
@@ -184,20 +184,8 @@ def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(server: Embedded
         starting.result(20)
 
 
-class _CountingLock:
-    def __init__(self) -> None:
-        self.asked, self._lock = 0, threading.Lock()
-
-    def __enter__(self) -> None:
-        self.asked += 1
-        self._lock.acquire()
-
-    def __exit__(self, *_exception: object) -> None:
-        self._lock.release()
-
-
 def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, lock, begun = ring.new_run(redis_url), _CountingLock(), []
+    buffer, lock, begun = ring.new_run(redis_url), CountingLock(), []
     original, is_over = connection.Connection.run, threading.Event()
 
     def run(self: connection.Connection, verb: str, *arguments: bytes | str | int) -> object:
@@ -210,7 +198,7 @@ def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypa
     monkeypatch.setattr(connection.Connection, "run", run)
     monkeypatch.setattr(buffer._trainer, "_lock", lock)
     calls = [in_thread("call", buffer.check_incarnation, 1) for _ in range(3)]
-    eventually(lambda: lock.asked == 3)
+    eventually(lambda: lock.num_asked == 3)
     is_over.set()
     assert [str(call.exception(20)) for call in calls] == 3 * ["Redis cannot be reached"]
     assert begun == ["check_incarnation"]

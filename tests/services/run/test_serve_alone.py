@@ -35,7 +35,7 @@ from tandem.services.run.resume import with_automatic_values
 from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.paths import ROOT
 from tests.support.run_inputs import Values, recipe_of, write_chat_model
-from tests.support.waiting import eventually
+from tests.support.waiting import CountingLock, eventually
 
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
@@ -188,21 +188,6 @@ def test_a_sampler_that_is_started_alone_gets_the_core_that_a_supervisor_would_g
     monkeypatch.setattr(serve_command, "_serve", lambda *_: seen.update(os.environ))
     serve_command.serve_one("rollout", tmp_path / "two.json", [], 1, "none")
     assert [seen[name] for name in names] == ["1", "7"]
-
-
-class CountingLock:
-    """A lock that counts who asked for it."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self.num_asked += 1
-        self._lock.acquire()
-
-    def __exit__(self, *_exception: object) -> None:
-        self._lock.release()
 
 
 def test_reports_that_wait_for_one_another_are_one_and_have_the_newest_figures(
