@@ -120,8 +120,12 @@ def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> F
 class Repeated:
     """Context manager: a daemon thread makes the call every `seconds` until the block is left.
 
-    A call that raises is a bug: it ends the process as Ctrl-C does, and leaving the block raises its error.
+    A call that raises is a bug: it ends the process as Ctrl-C does, and leaving the block raises its error. An error
+    that leaves the block already is kept, because it decides the exit code; then the call's error is only logged.
     """
+
+    _interrupted = threading.Lock()
+    """Held from the first failure of a call on, whichever: a second SIGINT would kill the process as it stops."""
 
     def __init__(self, name: str, seconds: float, call: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -134,12 +138,15 @@ class Repeated:
         self._thread.start()
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, _kind: object, leaving: object, _traceback: object) -> None:
         """Waits for a call under way, but not long: it may hang in Redis. Raises the error of a call."""
         self._ended.set()
         self._thread.join(timeout=self._seconds + _JOIN_SECONDS)
-        if self._error is not None:
+        if self._error is None:
+            return
+        if not isinstance(leaving, Exception):  # KeyboardInterrupt may be of the SIGINT that the call's error has sent
             raise self._error
+        log.error("the thread %s failed, too", self._thread.name, exc_info=self._error)
 
     def _run(self) -> None:
         try:
@@ -149,6 +156,7 @@ class Repeated:
             self._error = error
             if not self._ended.is_set():
                 log.error("the thread %s ended with %r; this process stops", self._thread.name, error)
-                main = threading.main_thread().ident
-                assert main is not None, "the main thread has started"
-                signal.pthread_kill(main, signal.SIGINT)  # wakes it from a wait
+                if self._interrupted.acquire(blocking=False):
+                    main = threading.main_thread().ident
+                    assert main is not None, "the main thread has started"
+                    signal.pthread_kill(main, signal.SIGINT)  # wakes it from a wait

@@ -19,6 +19,8 @@ class RedisSettings:
     appendonly: bool
     appendfsync: str
     """`always`, `everysec` or `no`; empty if the server does not report it."""
+    aof_load_truncated: bool
+    """Whether the server loads a log that ends within a write, as one that is killed or loses power may leave it."""
     maxmemory_bytes: int
     """0: no limit."""
     maxmemory_policy: str
@@ -46,6 +48,7 @@ def read_settings(connection: Connection) -> RedisSettings:
     return RedisSettings(
         appendonly=bool(connection.server_info("persistence")["aof_enabled"]),
         appendfsync=connection.setting("appendfsync"),
+        aof_load_truncated=connection.setting("aof-load-truncated") == "yes",
         maxmemory_bytes=int(memory["maxmemory"]),
         maxmemory_policy=str(memory["maxmemory_policy"]),
     )
@@ -64,11 +67,15 @@ def weaknesses(settings: RedisSettings) -> list[Weakness]:
         found.append(Weakness("appendonly is no", cost, remedy))
     elif not settings.appendfsync:
         cost, remedy = "it refuses CONFIG GET, as managed servers do", "see to it that every write is synced"
-        found.append(Weakness("appendfsync could not be checked", cost, f"{remedy} (`appendfsync always`)"))
+        remedy += " (`appendfsync always`) and none is loaded in part (`aof-load-truncated no`)"
+        found.append(Weakness("appendfsync could not be checked", cost, remedy))
     elif settings.appendfsync != "always":
         lost = "the last second" if settings.appendfsync == "everysec" else "the last half minute"
         cost = f"what it acknowledged within {lost} is lost when it is killed or its machine fails"
         found.append(Weakness(f"appendfsync is {settings.appendfsync}", cost, "set `appendfsync always` there"))
+    if settings.appendonly and settings.aof_load_truncated:
+        cost = "once its log has ended within a write, a later start may bring back half of that write"
+        found.append(Weakness("aof-load-truncated is yes", cost, "set `aof-load-truncated no` there"))
     return found
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from tandem.protos.errors import UnavailableError
 from tandem.services.buffer.connection import Connection
 
 
@@ -22,9 +27,11 @@ class TrainerCalls:
         self._lock = threading.Lock()  # two calls at once would be numbered in another order than they are made
         self._last = 0
         self._acknowledged = 0
+        self._gave_up_at = -math.inf
+        self._fault = ""
 
     def change(self, verb: str, *arguments: str | int) -> Any:
-        with self._lock:
+        with self._one_at_a_time():
             self._last += 1
             number = self._last
             reply = self._connection.run(verb, *arguments, self._acknowledged, number)
@@ -33,5 +40,18 @@ class TrainerCalls:
 
     def check(self, verb: str, *arguments: str | int) -> None:
         """Runs a verb that changes nothing."""
-        with self._lock:
+        with self._one_at_a_time():
             self._connection.run(verb, *arguments, self._acknowledged, self._acknowledged)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """A call that has waited for one that gave up an outage gives up, too: all wait once for it."""
+        called_at = time.monotonic()
+        with self._lock:
+            if self._gave_up_at > called_at:
+                raise UnavailableError(self._fault)
+            try:
+                yield
+            except UnavailableError as error:
+                self._gave_up_at, self._fault = time.monotonic(), str(error)
+                raise

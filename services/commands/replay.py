@@ -66,13 +66,15 @@ class Replay:
         self._folder = folder
         self._start, self._checkpoint, self._versions = find_start(folder)
         lines = JsonLines(folder / METRICS_FILE).read()
-        self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
-        for version in self._versions:
-            if not self._digests.get(version, DIGEST_FORMAT).startswith(DIGEST_FORMAT):
-                raise DataError(
-                    f"an earlier release computed the digest of version {version} in another way: replay {folder} with "
-                    "that release"
-                )
+        digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
+        self._digests = {step: digest for step, digest in digests.items() if digest.startswith(DIGEST_FORMAT)}
+        others = [version for version in self._versions if version in digests.keys() - self._digests.keys()]
+        self._num_others = len(others)
+        if others and self._digests.keys().isdisjoint(self._versions):
+            raise DataError(
+                f"another release computed the digests of versions {others[0]} to {others[-1]} in another way, and "
+                f"this one computed none: replay {folder} with that release"
+            )
         self._learner, self._sender = make_learner(recipe)
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(
@@ -100,7 +102,10 @@ class Replay:
         trained = f"{len(self._versions)} batches trained again in {time.monotonic() - began:.1f} s"
         if self._checkpoint is not None:
             trained += f" from the checkpoint of version {self._start}, because earlier batches are no longer kept"
-        self._say(f"{trained}; {compared} versions compared: equal bit for bit")
+        others = ""
+        if self._num_others:
+            others = f"; {self._num_others} have the digest of another release and were not compared"
+        self._say(f"{trained}; {compared} versions compared: equal bit for bit{others}")
         return EQUAL
 
     def _train(self, version: int) -> str:

@@ -76,8 +76,8 @@ class Controller(AbstractContextManager["Controller"]):
         self._ticking.__enter__()
         return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self._ticking.__exit__()
+    def __exit__(self, kind: object, leaving: object, traceback: object) -> None:
+        self._ticking.__exit__(kind, leaving, traceback)
 
     def observe(self) -> Observation:
         """What is known of the run. Nothing but its silence if Redis is away. Raises UnavailableError if it goes away

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from contextlib import closing
@@ -9,12 +10,12 @@ from contextlib import closing
 from tandem.protos.errors import RunExistsError, TandemError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_room
-from tandem.services.config import Recipe, dump_recipe
+from tandem.services.config import Recipe, dump_recipe, parse_recipe, without_secrets
 from tandem.services.run.estimates import job_bytes, worst_case_redis_bytes
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
 from tandem.services.run.inputs import INPUTS_FILE, join_inputs
 from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
-from tandem.services.run.resume import FREE, check_resumable, with_automatic_values
+from tandem.services.run.resume import FREE, check_joins, check_resumable, with_automatic_values
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> Recipe:
             if (recipe.folder / CONFIG_FILE).is_file():
                 check_resumable(recipe)
             else:  # the feed writes into another machine's folder, or has not come that far
+                _check_joins(buffer, recipe)
                 _save_recipe(recipe)
         if service != "controller":
             join_inputs(buffer, recipe, service, FREE)
@@ -105,10 +107,18 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
         _create(buffer, recipe, resume=False)
         log.info("run %s is new in Redis at %s: created", recipe.run.run_id, buffer.place)
     except RunExistsError:
+        _check_joins(buffer, recipe)
         _create(buffer, recipe, resume=True)  # sets the limits again, and resumes a run that was stopped
         log.info("run %s is known in Redis at %s: goes on", recipe.run.run_id, buffer.place)
     # The folder is written after the ledger: else a feed killed in between would reject its own run when restarted.
     _save_recipe(recipe)
+
+
+def _check_joins(buffer: Buffer, recipe: Recipe) -> None:
+    """Nothing is known of the recipe of a ledger that an earlier version of Tandem has created."""
+    if noted := buffer.connection.hash("recipe").get(b"resolved"):
+        created_with = parse_recipe(json.loads(noted), f"the recipe of run {recipe.run.run_id} at {buffer.place}")
+        check_joins(recipe, created_with, buffer.place)
 
 
 def _save_recipe(recipe: Recipe) -> None:
@@ -139,3 +149,5 @@ def _create(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
         failure_budget={"infrastructure": reward.infrastructure_attempts, "data": reward.max_attempts},
         resume=resume,
     )
+    key, noted = buffer.connection.key("recipe"), dump_recipe(without_secrets(recipe))
+    buffer.connection.retried(lambda: buffer.connection.redis.hsetnx(key, "resolved", noted))

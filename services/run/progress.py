@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -253,9 +254,11 @@ class Progress:
         self._shown.__enter__()
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, leaving: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._watch.sample()  # for the last batch
-        self._shown.__exit__(None, None, None)
+        self._shown.__exit__(kind, leaving, traceback)
         if isinstance(self._shown, Repeated):
             self._print_steps()
             self._print_status()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tandem.protos.errors import ConfigError
 from tandem.protos.options import Options
 from tandem.reward.options.tree import shape_at
-from tandem.services.config import Recipe, load_resolved
+from tandem.services.config import Recipe, load_resolved, without_secrets
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
-from tandem.services.run.inputs import check_inputs
+from tandem.services.run.inputs import check_inputs, input_paths
 from tandem.services.run.placement import automatic_threads
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -89,12 +89,33 @@ def check_resumable(recipe: Recipe) -> None:
         check_inputs(recipe, FREE)
         return
     key, was, given = changes[0]
-    beside = f" (nor {', '.join(change.key for change in changes[1:])})" if changes[1:] else ""
     raise ConfigError(
         f"{key} was {_text(was)} in the run of {folder} and is {_text(given)} now: a resumed run cannot change it"
-        f"{beside}; set it back (`{resume_command(folder)}` has it as it was), or start a new run"
+        f"{_others(changes)}; set it back (`{resume_command(folder)}` has it as it was), or start a new run"
         f"{from_its_weights(folder)}"
     )
+
+
+def check_joins(recipe: Recipe, created_with: Recipe, place: str) -> None:
+    """Checks the recipe of a service that joins a run in Redis at `place` from a folder that holds no run against the
+    recipe that the run was created with, which has no secrets. Files are compared by their contents (`join_inputs`),
+    and what "auto" stands for depends on the machine. Raises ConfigError.
+    """
+    before, now = (one.model_dump(mode="json") for one in (created_with, without_secrets(recipe)))
+    files = input_paths(recipe).keys()
+    changes = [
+        one for one in forbidden_changes(before, now) if one.key not in files and "auto" not in (one.was, one.now)
+    ]
+    if changes:
+        key, was, given = changes[0]
+        raise ConfigError(
+            f"{key} was {_text(was)} in run {recipe.run.run_id} at {place} and is {_text(given)} here: a service that "
+            f"joins a run cannot change it{_others(changes)}; give the run's recipe, or choose another run.run_id"
+        )
+
+
+def _others(changes: Sequence[Change]) -> str:
+    return f" (nor {', '.join(change.key for change in changes[1:])})" if changes[1:] else ""
 
 
 def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

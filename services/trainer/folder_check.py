@@ -24,12 +24,14 @@ class Comparison:
 
     violations: list[str] = field(default_factory=list)
     """One line each."""
+    mended: list[str] = field(default_factory=list)
+    """Those of the violations that the rollback of the next trainer ends."""
     notes: list[str] = field(default_factory=list)
     """What is no violation: what is on disk and not yet in the ledger, what is not compared, what no trainer reads."""
     can_train: bool = True
     """Whether a trainer can go on with the run."""
     needs_rollback: bool = False
-    """Whether the rollback of the next trainer makes the ledger agree with the folder."""
+    """Whether the rollback of the next trainer ends violations, or enters batches that the ledger does not have yet."""
 
     def forbid(self, error: TandemError) -> None:
         """Notes what a trainer that starts would raise."""
@@ -46,6 +48,7 @@ def compare_with_folder(buffer: Buffer, folder: Path) -> Comparison:
     trained, committed = trained_groups(buffer.connection), finished_groups(buffer.connection).get("committed", set())
     found = Comparison()
     checkpoint_version = _refusals(found, buffer, folder, known)
+    rolled_back_to = min(committed_version, checkpoint_version)
     records = _read_plans(found, folder)
     for version, group_ids in records.items():
         others = [one for one in group_ids if trained.get(one) != version and one not in committed]
@@ -53,8 +56,9 @@ def compare_with_folder(buffer: Buffer, folder: Path) -> Comparison:
             found.notes.append(f"{BATCHES_FOLDER}/{version:06d} is not in the ledger yet: the trainer enters it")
         else:
             text = f"{{}} recorded in version {version}, and the ledger has {{}} neither as trained in it nor committed"
-            found.violations += _some(others, text)
-        found.needs_rollback |= version > known or bool(others)
+            lines = list(_some(others, text))
+            found.violations += lines
+            found.mended += lines if version > rolled_back_to else []
     if found.can_train:  # else a trainer's own check has named it
         _check_trained(found, records, trained)
     first = min(records, default=1)
@@ -64,9 +68,10 @@ def compare_with_folder(buffer: Buffer, folder: Path) -> Comparison:
         missing = committed.difference(*records.values())
         found.violations += _some(missing, f"{{}} committed, and no record in {BATCHES_FOLDER}/ holds {{}}")
     if committed_version > checkpoint_version:
-        found.needs_rollback = True
         words = f"the ledger has version {committed_version} as committed"
-        found.violations.append(f"{words}, and the last checkpoint holds version {checkpoint_version}")
+        found.mended.append(f"{words}, and the last checkpoint holds version {checkpoint_version}")
+        found.violations.append(found.mended[-1])
+    found.needs_rollback = bool(found.mended) or max(records, default=0) > known
     return found
 
 

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 Order = dict[str, Any]
 """The next action of every rank: `{"do": "train", "batch": …}`, `checkpoint`, `wait`, `end` or `stop`."""
 
+Work = Literal["steps", "a checkpoint", "an export"]
+
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
 _RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective, whose deadline is minutes
@@ -108,7 +110,9 @@ class RankZero:
         self._publishing_since = 0.0
         self._step_since = time.monotonic()
         """When the loop, in which all ranks meet, last called this object."""
-        self._longest_step_seconds = 0.0
+        self._work: Work = "steps"
+        self._longest_seconds: dict[Work, float] = {}
+        """Of what was done before, by its kind: how long one takes says nothing about the others."""
         self._num_checks = 0
         with ExitStack() as stack:
             self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
@@ -256,6 +260,17 @@ class RankZero:
             prune_rejected(self._recipe.folder, last)
         self._orders.checkpoint_written()
 
+    @contextmanager
+    def writing(self, what: Literal["a checkpoint", "an export"]) -> Iterator[None]:
+        """Reports that all ranks write it, inside."""
+        self._end_step()
+        began, self._work = self._step_since, what
+        with self._doing(f"writes {what}"):
+            yield
+        self._end_step()
+        self._longest_seconds[what] = max(self._longest_seconds.get(what, 0.0), self._step_since - began)
+        self._work = "steps"
+
     def finish(self) -> None:
         """Ends the run: drops untrained groups with a reason, and writes the summary. Raises RunFolderError if the run
         folder lacks batches.
@@ -286,7 +301,8 @@ class RankZero:
 
     def _end_step(self) -> None:
         now = time.monotonic()
-        self._longest_step_seconds = max(self._longest_step_seconds, now - self._step_since)
+        if self._work == "steps":
+            self._longest_seconds["steps"] = max(self._longest_seconds.get("steps", 0.0), now - self._step_since)
         self._step_since = now
 
     def _check_publication(self) -> None:
@@ -328,6 +344,8 @@ class RankZero:
     def _figures(self) -> dict[str, float]:
         since, now = self._waiting_since, time.monotonic()
         starved_since = now if since is None else max(since, self._source.last_claim)
+        # Before a whole optimizer step, checkpoint or export, nobody knows how long one takes.
+        longest = self._longest_seconds.get(self._work) if self._num_checks > 1 else None
         return {
             "policy_version": self._version,
             "optimizer_step": self._optimizer_step,
@@ -335,9 +353,8 @@ class RankZero:
             "waiting_seconds": 0.0 if since is None else now - since,
             "starved_seconds": now - starved_since,
             "publishing_seconds": now - self._publishing_since if self._is_publishing else 0.0,
-            # Before a whole optimizer step, nobody knows how long one takes.
-            "step_seconds": now - self._step_since if self._num_checks > 1 else 0.0,
-            "longest_step_seconds": self._longest_step_seconds,
+            "step_seconds": 0.0 if longest is None else now - self._step_since,
+            "longest_step_seconds": longest or 0.0,
         }
 
     def _service_figures(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:

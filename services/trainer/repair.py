@@ -79,6 +79,7 @@ def plan_repair(buffer: Buffer, folder: Path) -> Plan:
         give_back = partial(run_to_end, buffer.connection.run, "give_back", worker)
         plan.steps.append(Step(f"return {leases} of {worker}, which is gone, to the queue", give_back))
     found = compare_with_folder(buffer, folder)
+    beyond = found.violations
     if found.needs_rollback and found.can_train:
         point = find_resume_point(folder)
         again = f", and enter versions {point.recorded[0]} to {point.last_version}" if point.recorded else ""
@@ -86,8 +87,8 @@ def plan_repair(buffer: Buffer, folder: Path) -> Plan:
             f"set the ledger to the checkpoint of version {point.checkpoint_version}{again}, as a trainer that starts"
         )
         plan.steps.append(Step(text, partial(_roll_back, buffer, folder)))
-    else:
-        plan.beyond += found.violations
+        beyond = [line for line in found.violations if line not in found.mended]
+    plan.beyond += beyond
     if broken := buffer.verify():
         plan.beyond += [*broken, f"the ledger contradicts itself: {_rebuilt(buffer, folder)}"]
     return plan

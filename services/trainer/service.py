@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
@@ -250,29 +250,35 @@ class Trainer:
         first, once the version is published. Then starts a due evaluation.
         """
         exports, saves = self._due(self.recipe.trainer.export_every), self._due(self.recipe.checkpoint_every)
+        folder = self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}"
         if exports and not saves:
-            self.export()
+            self.export(folder)
         if not saves and not self._due(self.recipe.trainer.evaluate_every):
             return
         self.wait_until_published()
         if saves:
             self.save_checkpoint()
             if exports:
-                self.export()
+                self.export(folder)
         if self._due(self.recipe.trainer.evaluate_every):
             self.evaluate()
 
-    def export(self) -> None:
+    def export(self, folder: Path) -> None:
         self.check_incarnation()
-        self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
+        with self.writing("an export"):
+            self.learner.export(folder)
 
     def save_checkpoint(self) -> None:
         if self.saved_version != self.version:
             folder = checkpoint_folder(self.recipe.folder / CHECKPOINTS_FOLDER, self.version, self.incarnation)
-            self.learner.save(folder, self.version, self.incarnation, self.check_incarnation)
+            with self.writing("a checkpoint"):
+                self.learner.save(folder, self.version, self.incarnation, self.check_incarnation)
             self.saved_version = self.version
         if self.rank_zero:
             self.rank_zero.commit(self.version)
+
+    def writing(self, what: Literal["a checkpoint", "an export"]) -> AbstractContextManager[None]:
+        return self.rank_zero.writing(what) if self.rank_zero else nullcontext()
 
     def evaluate(self) -> None:
         if self.rank_zero:
@@ -284,7 +290,7 @@ class Trainer:
         if is_over:
             self.evaluate()
         self.save_checkpoint()
-        self.learner.export(self.recipe.folder / HF_FOLDER)
+        self.export(self.recipe.folder / HF_FOLDER)
         if not is_over or not self.wait_for_evaluation():
             return False
         if self.rank_zero:

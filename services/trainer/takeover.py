@@ -7,15 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, closing
 import grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc
-from tandem.protos.errors import LedgerError, RunExistsError, RunFolderError
+from tandem.protos.errors import DeadlineError, LedgerError, RunExistsError, RunFolderError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.rollback import check_records, recorded_version
 from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe
+from tandem.services.process import lock_file
 from tandem.services.rpc.client import connect
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.trainer.recovery import (
+    CHECKPOINTS_FOLDER,
     ResumePoint,
     begin_incarnation,
     check_world_size,
@@ -24,10 +26,12 @@ from tandem.services.trainer.recovery import (
     trainer_lock,
 )
 from tandem.trainer.batch.record import read_plan
+from tandem.trainer.checkpoints.state import LOADING_FILE
 
 TAKEOVER_VARIABLE = "TANDEM_TAKEOVER"
 """Environment variable of the ranks: 1 if they take the run over from a trainer that is alive."""
 _INFO_SECONDS = 2.0
+_LOADING_SECONDS = 30.0
 
 
 class Takeover(AbstractContextManager["Takeover"]):
@@ -44,6 +48,8 @@ class Takeover(AbstractContextManager["Takeover"]):
         self._world_size = world_size
         self._hands_over = hands_over
         self._stack = ExitStack()
+        self._loading = self._stack.enter_context(ExitStack())
+        """Keeps the trainer that still trains from deleting the checkpoint that the ranks load."""
         self.resume_point = ResumePoint("", 0, ())
 
     def __exit__(self, *_exception: object) -> None:
@@ -52,13 +58,17 @@ class Takeover(AbstractContextManager["Takeover"]):
     def prepare(self) -> ResumePoint:
         """Checks everything that can keep this trainer from training, and changes nothing.
 
-        Unless this trainer takes over from another one, raises DeadlineError if that one holds the run folder, and
-        RunExistsError if it answers. Raises RunFolderError or LedgerError if the folder's records contradict the
-        ledger, ConfigError if they need more ranks.
+        If this trainer takes over from another one, that one deletes no checkpoint until `fence`. Otherwise raises
+        DeadlineError if another one holds the run folder, and RunExistsError if it answers. Raises RunFolderError or
+        LedgerError if the folder's records contradict the ledger, ConfigError if they need more ranks.
         """
         if not self._hands_over:
             self._stack.enter_context(trainer_lock(self._recipe.folder))
             check_no_other_trainer(self._buffer, self._recipe)  # with another folder, or where the lock does not hold
+        elif (checkpoints := self._recipe.folder / CHECKPOINTS_FOLDER).is_dir():
+            file = self._loading.enter_context((checkpoints / LOADING_FILE).open("a+"))
+            if not lock_file(file, _LOADING_SECONDS, shared=True):
+                raise DeadlineError(f"{file.name} has been locked for {_LOADING_SECONDS:.0f} s; end what holds it")
         return self._check()
 
     def fence(self) -> ResumePoint:
@@ -69,6 +79,7 @@ class Takeover(AbstractContextManager["Takeover"]):
         # The other ranks wait in a collective meanwhile.
         seconds = self._recipe.trainer.collective_timeout_seconds / 2
         self._stack.enter_context(trainer_lock(self._recipe.folder, seconds))
+        self._loading.close()
         return self._check()
 
     def begin(self) -> int:

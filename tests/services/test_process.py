@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.protos.errors import ConfigError
+from tandem.services.command_line import exit_code_of
 from tandem.services.process import Repeated
 
 CODE = """
@@ -54,6 +56,58 @@ def test_a_bug_in_a_repeated_call_ends_the_service_with_its_error() -> None:
     done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, timeout=60)
     assert done.stdout == "stops in order True\n"
     assert done.returncode == 1 and "ZeroDivisionError: the heartbeat's bug" in done.stderr
+
+
+TWO_BUGS = """
+import signal, time
+from tandem.services.command_line import run_service_command
+from tandem.services.process import Repeated, stop_event
+
+def serve():
+    stop = stop_event()
+
+    def beat():
+        raise ZeroDivisionError("the heartbeat's bug")
+
+    def watch():
+        while signal.getsignal(signal.SIGINT) != signal.SIG_DFL:
+            time.sleep(0.01)
+        raise ValueError("the watchdog's bug")
+
+    with Repeated("heartbeat", 0.01, beat), Repeated("watchdog", 0.01, watch) as second:
+        stop.wait(30)
+        second._thread.join(30)
+        print("stops in order")
+
+run_service_command(serve)
+"""
+
+
+def test_two_bugs_in_repeated_calls_stop_the_service_in_order() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_BUGS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "stops in order\n")
+    assert "ValueError: the watchdog's bug" in done.stderr and "ZeroDivisionError: the heartbeat's bug" in done.stderr
+
+
+def test_a_bug_in_a_repeated_call_does_not_replace_the_error_that_ends_the_service(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def call() -> None:
+        entered.set()
+        leave.wait(10)
+        raise ZeroDivisionError
+
+    def serve() -> None:
+        with Repeated("late", 0.01, call) as repeated:
+            assert entered.wait(10)
+            repeated._ended.set()
+            leave.set()
+            raise ConfigError("the user's error")
+
+    assert exit_code_of(serve) == 2
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 def test_a_call_that_fails_as_its_block_is_left_is_raised_there() -> None:

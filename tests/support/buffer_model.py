@@ -329,8 +329,7 @@ class LedgerModel(LedgerState):
 
     def admit_sampler(self, *call: str) -> Reply:
         name, generation, version = self._fence(call)
-        known = self.generations.get(name, 0)
-        if name not in self.samplers or (generation and known > int(generation)):
+        if name not in self.samplers or generation not in ("", str(self.generations[name])):
             return 0
         if int(version) != self.published_version:
             return 0

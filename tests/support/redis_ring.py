@@ -28,6 +28,7 @@ def running_redis(folder: Path) -> Iterator[str]:
     try:
         client = redis.Redis.from_url(server.url, protocol=2)
         client.config_set("appendfsync", "no")
+        client.config_set("aof-load-truncated", "no")
         client.close()
         yield server.url
     finally:

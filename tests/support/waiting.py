@@ -17,6 +17,21 @@ def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+class CountingLock:
+    """A lock that counts who asked for it."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.num_asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_exception: object) -> None:
+        self._lock.release()
+
+
 @contextmanager
 def looping(run: Callable[[threading.Event], object]) -> Iterator[None]:
     """Runs the function in a thread inside the `with` block; then sets its stop event and raises its error, if any."""

@@ -5,6 +5,7 @@ the trainer that wrote it, so that a trainer never writes into the checkpoint of
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -15,6 +16,8 @@ from tandem.protos.errors import DataError
 from tandem.trainer.checkpoints.durable import PARTIAL, remove_folder
 
 STATE_FILE = "state.json"
+LOADING_FILE = "loading.lock"
+"""File in the folder of checkpoints, locked by whoever loads one while another trainer may prune them."""
 FORMAT = 4
 _NAME = re.compile(r"([0-9]+)(?:-([0-9]+))?")  # checkpoints of format 3 name no incarnation
 
@@ -71,11 +74,26 @@ def latest_checkpoint(checkpoints: Path) -> tuple[int, int, Path] | None:
 
 
 def prune_checkpoints(checkpoints: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`, and what trainers that died or were replaced have begun."""
+    """Deletes what trainers that died or were replaced have begun, and all checkpoints but the newest `keep`; these
+    only while nobody else loads one.
+    """
     for begun in checkpoints.glob(f"*{PARTIAL}"):
         shutil.rmtree(begun, ignore_errors=True)
-    for _, _, folder in list_checkpoints(checkpoints)[:-keep]:
-        remove_folder(folder)
+    if not _is_loading(checkpoints / LOADING_FILE):
+        for _, _, folder in list_checkpoints(checkpoints)[:-keep]:
+            remove_folder(folder)
+
+
+def _is_loading(lock: Path) -> bool:
+    """Whoever locks it now chooses the newest checkpoint, which is not deleted."""
+    if not lock.exists():
+        return False
+    with lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def read_state(folder: Path) -> CheckpointState:

@@ -237,6 +237,21 @@ def test_a_start_that_redis_has_lost_is_not_taken_for_the_next_one(buffer: Buffe
         one.close()
 
 
+def test_a_start_that_redis_has_lost_does_not_admit_the_one_before_it(buffer: Buffer, redis_url: str) -> None:
+    """The process of the start before may still run, and its weights are older."""
+    trainer, name = Trainer(buffer), "rollout-1"
+    first, second = Buffer(redis_url, buffer.run_id), Buffer(redis_url, buffer.run_id)
+    first.register_sampler(name, "127.0.0.1:2", 1)
+    with ring.losing_writes(buffer):
+        second.register_sampler(name, "127.0.0.1:3", 1)
+        (updated,) = [one for one in buffer.samplers() if one.id == name]
+    assert not buffer.admit_sampler(trainer.incarnation, updated, 0)
+    with pytest.raises(NotAdmittedError, match="is JOINING"):
+        first.claim("prompts", name, 1, 30.0, 0.0)
+    for one in (first, second):
+        one.close()
+
+
 def test_a_full_redis_takes_every_call_that_makes_room(buffer: Buffer, redis_url: str) -> None:
     trainer = Trainer(buffer)
     ring.score(buffer, 2)

@@ -22,7 +22,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
 from tandem.services.process import in_thread
 from tests.support import redis_ring as ring
-from tests.support.waiting import eventually
+from tests.support.waiting import CountingLock, eventually
 
 PATIENCE_SECONDS = 600.0
 """Longer than a test may take: a call that does not end with the outage fails the test."""
@@ -210,6 +210,28 @@ def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(server: Embedded
     stop.set()
     with pytest.raises(UnavailableError, match="cannot be reached"):
         starting.result(20)
+
+
+def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, lock, begun = ring.new_run(redis_url), CountingLock(), []
+    original, is_over = connection.Connection.run, threading.Event()
+
+    def run(self: connection.Connection, verb: str, *arguments: bytes | str | int) -> object:
+        begun.append(verb)
+        if len(begun) > 1:
+            return original(self, verb, *arguments)
+        assert is_over.wait(20)
+        raise UnavailableError("Redis cannot be reached")
+
+    monkeypatch.setattr(connection.Connection, "run", run)
+    monkeypatch.setattr(buffer._trainer, "_lock", lock)
+    calls = [in_thread("call", buffer.check_incarnation, 1) for _ in range(3)]
+    eventually(lambda: lock.num_asked == 3)
+    is_over.set()
+    assert [str(call.exception(20)) for call in calls] == 3 * ["Redis cannot be reached"]
+    assert begun == ["check_incarnation"]
+    buffer.check_incarnation(1)
+    assert len(begun) == 2, "a later call asks Redis again"
 
 
 def _age_heartbeat(buffer: Buffer, seconds: float) -> None:

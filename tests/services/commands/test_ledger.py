@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -251,6 +251,17 @@ def test_what_cannot_be_repaired_is_named_and_nothing_is_changed(run: Killed, ca
     code, said = run.tandem("repair")
     assert code == 1 and "cannot be repaired: " in said and says in said
     assert (run.buffer.counts(), run.buffer.connection.hash("states")) == before
+
+
+@pytest.mark.parametrize("arguments", [("--dry-run",), ()], ids=["dry run", "repair"])
+def test_what_a_rollback_leaves_is_named_before_and_after_it(run: Killed, arguments: Sequence[str]) -> None:
+    _lose_a_record_but_not_its_version(run)
+    run.buffer.connection.redis.setbit(run.buffer.connection.key("bits:0:committed"), 0, 0)  # 0-0, of version 1
+    code, said = run.tandem("repair", *arguments)
+    step, *beyond = said.splitlines()
+    assert code == 1 and "set the ledger to the checkpoint of version 1, and enter versions 2 to 3" in step
+    assert "cannot be repaired: group 0-0 is recorded in version 1, and the ledger has it neither as" in beyond[0]
+    assert not any("version 3" in line for line in beyond), "the rollback enters it"
 
 
 def test_a_ledger_that_contradicts_itself_is_built_anew_from_the_records(run: Killed) -> None:

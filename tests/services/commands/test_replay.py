@@ -84,8 +84,18 @@ def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: 
 def test_digests_of_an_earlier_release_are_refused_before_training(copied: Path) -> None:
     metrics = copied / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"2:', '"'))
-    with pytest.raises(DataError, match=r"computed the digest of version 1 in another way: replay .* with that"):
+    with pytest.raises(DataError, match=r"computed the digests of versions 1 to 3 .*: replay .* with that release"):
         replay.main(copied)
+
+
+def test_a_run_that_another_release_began_is_compared_from_where_this_one_went_on(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = copied / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"2:', '"', 1))
+    assert replay.main(copied) == 0
+    said = capsys.readouterr().out
+    assert "2 versions compared: equal bit for bit; 1 have the digest of another release and were not compared" in said
 
 
 def test_an_export_of_another_version_is_detected(

@@ -35,7 +35,7 @@ from tandem.services.run.resume import with_automatic_values
 from tandem.services.service_info import Heartbeat, ServiceInfo
 from tests.support.paths import ROOT
 from tests.support.run_inputs import Values, recipe_of, write_chat_model
-from tests.support.waiting import eventually
+from tests.support.waiting import CountingLock, eventually
 
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
@@ -190,21 +190,6 @@ def test_a_sampler_that_is_started_alone_gets_the_core_that_a_supervisor_would_g
     assert [seen[name] for name in names] == ["1", "7"]
 
 
-class CountingLock:
-    """A lock that counts who asked for it."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self.num_asked += 1
-        self._lock.acquire()
-
-    def __exit__(self, *_exception: object) -> None:
-        self._lock.release()
-
-
 def test_reports_that_wait_for_one_another_are_one_and_have_the_newest_figures(
     recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +250,36 @@ def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> 
     wanted = Buffer(redis_url, recipe.run.run_id).admission().wanted
     assert wanted == 4 * P, "what a resumed run may change is taken over"
     assert load_resolved(recipe.folder / CONFIG_FILE) == with_automatic_values(longer, resume=True)
+
+
+@pytest.mark.parametrize("service", ["feed", "trainer"])
+def test_a_service_of_another_recipe_and_an_empty_folder_does_not_join_the_run(
+    recipe: Recipe, redis_url: str, tmp_path: Path, service: str
+) -> None:
+    join_run(recipe, redis_url, "feed")
+    elsewhere = changed(recipe, folder=str(tmp_path / "elsewhere"), groups_per_batch=P + 1)
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    before = buffer.connection.hash("meta")
+    refused = rf"^run\.groups_per_batch was {P} in run {recipe.run.run_id} at .* and is {P + 1} here: .*run\.run_id$"
+    with pytest.raises(ConfigError, match=refused):
+        join_run(elsewhere, redis_url, service)
+    assert buffer.connection.hash("meta") == before and not elsewhere.folder.exists()
+    join_run(changed(elsewhere, groups_per_batch=P, total_batches=4), redis_url, service)
+    assert (elsewhere.folder / CONFIG_FILE).exists(), "it joins with what a resumed run may change"
+
+
+def test_a_feed_joins_from_a_machine_with_other_paths_and_processors(
+    recipe: Recipe, redis_url: str, tmp_path: Path
+) -> None:
+    began = with_automatic_values(recipe, resume=False)
+    recipe.folder.mkdir()
+    create_ledger(Buffer(redis_url, recipe.run.run_id), began, resume=False)
+    data = tmp_path / "elsewhere.jsonl"
+    data.write_bytes(Path(recipe.data.train_file).read_bytes())
+    moved = changed(recipe, folder=str(tmp_path / "elsewhere"))
+    moved = moved.model_copy(update={"data": moved.data.model_copy(update={"train_file": str(data)})})
+    join_run(moved, redis_url, "feed")
+    assert load_resolved(moved.folder / CONFIG_FILE).data.train_file == str(data)
 
 
 def test_a_run_that_redis_has_lost_is_not_created_again(recipe: Recipe, redis_url: str) -> None:

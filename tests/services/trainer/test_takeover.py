@@ -16,10 +16,12 @@ from tandem.services.process import in_thread
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.folder import RunAddress, RunLock
 from tandem.services.service_info import ServiceInfo
-from tandem.services.trainer.recovery import trainer_lock
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, trainer_lock
 from tandem.services.trainer.service import run_rank
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
+from tandem.trainer.checkpoints.state import list_checkpoints, prune_checkpoints
 from tests.support.trainer_ring import P, Predecessor, lines_of, make_recipe, train
+from tests.support.training_groups import write_states
 
 
 @pytest.fixture
@@ -99,6 +101,22 @@ def test_a_takeover_ends_the_trainer_that_runs_and_goes_on_from_what_it_leaves(r
         assert takeover.begin() == buffer.counts()["incarnation"]
         assert buffer.counts()["trained"] == 2 * P and buffer.verify() == []
     buffer.close()
+
+
+def test_the_checkpoint_that_a_takeover_loads_is_not_deleted_by_the_trainer_that_still_trains(
+    recipe: Recipe, redis_url: str
+) -> None:
+    earlier, checkpoints = Predecessor(recipe, redis_url), recipe.folder / CHECKPOINTS_FOLDER
+    write_states(checkpoints, [(1, earlier.incarnation)])
+    with Takeover(recipe, earlier.buffer, 1, hands_over=True) as takeover:
+        loaded = Path(takeover.prepare().checkpoint)
+        write_states(checkpoints, [(2, earlier.incarnation)])
+        prune_checkpoints(checkpoints, 1)
+        assert loaded.is_dir() and len(list_checkpoints(checkpoints)) == 2
+        earlier.train(2)
+        newest = Path(takeover.fence().checkpoint)
+        prune_checkpoints(checkpoints, 1)
+        assert newest.is_dir() and not loaded.exists()
 
 
 def test_a_trainer_that_takes_over_trains_the_rest_of_the_run(recipe: Recipe, redis_url: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from tandem.protos.errors import FencedError, LostWritesError, RunFolderError, S
 from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
+from tandem.services.buffer.starvation import Observation, diagnose
 from tandem.services.run.watchdog import Watchdog
-from tandem.services.trainer import batch_source
+from tandem.services.trainer import batch_source, rank_zero
+from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.ranks import run_local_ranks
 from tandem.services.trainer.recovery import begin_incarnation, highest_incarnation
 from tandem.trainer.batch.record import recorded_versions, write_record
@@ -117,6 +120,45 @@ def test_a_version_is_exported_and_published_while_the_next_one_trains_and_befor
             assert events.index(("published", version - 1)) < events.index(("snapshot", version))
     assert events.index(("exported", 2)) < events.index(("trains", 3)) < events.index(("published", 2))
     assert [line["step"] for line in lines_of(recipe)] == [1, 2, 3, 4]
+
+
+def test_a_first_export_and_a_first_checkpoint_of_minutes_are_not_taken_for_a_hang_and_hide_none(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 3}, trainer={"export_every": 2})
+    put_scored(make_run(redis_url, recipe), different_rewards(3 * P))
+    now, trainers, seen = 0.0, [], []
+    begin = RankZero.__init__
+
+    def begun(self: RankZero, *arguments: Any) -> None:
+        trainers.append(self)
+        begin(self, *arguments)
+
+    def slow(name: str) -> None:
+        original = getattr(Learner, name)
+
+        def call(self: Learner, *arguments: Any, **options: Any) -> Any:
+            nonlocal now
+            now += 100.0 if name != "train" or arguments[0].policy_version == 3 else 0.0
+            found = diagnose(Observation(figures={"trainer": trainers[0]._figures()}))
+            seen.append((name, trainers[0]._doing_now(), found.cause))
+            return original(self, *arguments, **options)
+
+        monkeypatch.setattr(Learner, name, call)
+
+    for name in ("train", "export", "save"):
+        slow(name)
+    monkeypatch.setattr(RankZero, "__init__", begun)
+    monkeypatch.setattr(rank_zero, "time", SimpleNamespace(monotonic=lambda: now, time=time.time, time_ns=time.time_ns))
+    assert train(recipe, redis_url)
+    assert seen == [
+        ("train", "trains", "none"),
+        ("train", "trains", "none"),
+        ("export", "writes an export", "none"),
+        ("train", "trains", "trainer_hangs"),
+        ("save", "writes a checkpoint", "none"),
+        ("export", "writes an export", "none"),
+    ]
 
 
 def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batch_trains(
