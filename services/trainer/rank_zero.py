@@ -18,6 +18,7 @@ from tandem.protos.types import Packing, StepResult, TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.config import Recipe
+from tandem.services.config.eval_sets import EvalSet
 from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Step, add_spans
 from tandem.services.metrics.trackers import open_trackers
@@ -223,11 +224,12 @@ class RankZero:
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         self._optimizer_step = result.optimizer_step
 
-    def start_evaluation(self, version: int) -> None:
-        """Evaluates the published version in a thread, unless it was evaluated before or there is no file for it."""
-        done = {line["version"] for line in self._metrics.evaluations.read()}
-        if self._recipe.data.eval_file and version not in done:
-            self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
+    def start_evaluation(self, version: int, sets: Sequence[EvalSet]) -> None:
+        """Evaluates the published version in a thread on those of the sets that it was not evaluated on before."""
+        lines = [line for line in self._metrics.evaluations.read() if line["version"] == version]
+        done = {name for line in lines for name, one in line["sets"].items() if not one["failed"]}
+        if missing := [one for one in sets if one.name not in done]:
+            self._evaluation.start(version, missing, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
         """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
@@ -346,7 +348,9 @@ class RankZero:
 
     def _note_evaluation(self, evaluation: Evaluation) -> None:
         self._metrics.add_evaluation(asdict(evaluation))
-        if evaluation.unscored:
+        for failure in evaluation.failures:
+            log.error("version %d: %s", evaluation.version, failure, extra={"version": evaluation.version})
+        if evaluation.unscored and not evaluation.failures:
             words = "evaluation of version %d: rows not scored: %s"
             log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})
 

@@ -14,6 +14,7 @@ from tandem.trainer.batch.record import read_plan, recorded_versions
 from tests.support.whole_run import WholeRun
 
 TOTAL, P, N, S = 6, 4, 4, 2
+SAMPLED = {"every": 2, "samples_per_prompt": 2, "limit": 8, "top_p": 0.9, "scorer": "exact"}
 
 
 @pytest.mark.timeout(240)
@@ -24,6 +25,7 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
         data={"eval_file": str(tmp_path / "few.parquet")},
         rollout={"samples_per_prompt": N, "max_response_tokens": 32},
         trainer={"learning_rate": 1e-3, "evaluate_every": 3, "export_every": 3, "checkpoint_every": 3},
+        eval={"sets": [{"name": "sampled", "file": str(tmp_path / "few.parquet"), **SAMPLED}]},
     )
     pq.write_table(pq.read_table(tmp_path / "data" / "eval.parquet").slice(0, 70), tmp_path / "few.parquet")
     run.finish()
@@ -41,8 +43,17 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     )
 
     evaluations = [json.loads(text) for text in (run.folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [evaluation["version"] for evaluation in evaluations] == [0, 3, 6]
-    assert all(evaluation["num_scored"] == evaluation["num_rows"] == 70 for evaluation in evaluations)
+    sets = [(evaluation["version"], *evaluation["sets"]) for evaluation in evaluations]
+    assert sets == [(0, "few", "sampled"), (2, "sampled"), (3, "few"), (4, "sampled"), (6, "few", "sampled")]
+    for evaluation in evaluations:
+        for name, one in evaluation["sets"].items():
+            assert one["num_scored"] == one["num_samples"] == {"few": 70, "sampled": 16}[name]
+            file = run.folder / "evaluations" / f"{evaluation['version']:06d}" / f"{name}.jsonl"
+            rows = [json.loads(text) for text in file.read_text().splitlines()]
+            assert len(rows) == one["num_samples"]
+            assert one["accuracy"] == pytest.approx(sum(row["correct"] for row in rows) / len(rows))
+    answers = {row["answer"] for row in rows if row["index"] == 0}
+    assert len(answers) == 2, "the samples of a prompt have random numbers of their own"
 
     summary = run.summary()
     assert (summary["train_steps"], summary["weight_updates"]) == (TOTAL, TOTAL)
