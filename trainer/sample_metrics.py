@@ -111,6 +111,12 @@ def sample_metrics(prompts: Sequence[PromptSamples], num_samples: int) -> dict[s
     return {name: mean for name, mean in metrics.items() if mean is not None}
 
 
+def metric_names(num_samples: int) -> list[str]:
+    """The names of all metrics of `num_samples` samples a prompt."""
+    one = PromptSamples([0.0] * num_samples, [False] * num_samples, [None] * num_samples)
+    return list(sample_metrics([one], num_samples))
+
+
 def _metrics_of(prompts: Sequence[PromptSamples], k: int, rate: tuple[float, float]) -> Mapping[str, Mean | None]:
     metrics = {f"pass@{k}": _averaged(prompts, k, lambda one: pass_at_k(len(one.correct), sum(one.correct), k), rate)}
     if k > 1:

@@ -11,8 +11,10 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from tandem.protos.error_text import did_you_mean
 from tandem.protos.options import Options
 from tandem.rollout.config import RolloutConfig
+from tandem.trainer.sample_metrics import metric_names
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 
@@ -75,6 +77,33 @@ class EvalConfig(Options):
     """Sets of prompts besides `data.eval_file`, which is short for the first set with nothing but a file."""
     min_scored: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     """Share of a set's samples that must have a score. Below it the set's evaluation fails and gives no metrics."""
+    keep_best: str = ""
+    """Metric, e.g. `eval/test/pass@1`: of the trained versions that are evaluated, the one with its highest value is
+    kept as a Hugging Face folder in `best/<version>`.
+    """
+    stop_at: float | None = None
+    """The run ends early once the metric of keep_best has at least this value."""
+    patience: Annotated[int, Field(ge=0)] = 0
+    """The run ends early once so many evaluations in a row do not improve the metric of keep_best; 0: never."""
+
+    @property
+    def best_set(self) -> str:
+        """The set whose metric is that of `keep_best`, "" for none."""
+        return self.keep_best.split("/")[1] if self.keep_best else ""
+
+    @model_validator(mode="after")
+    def _has_a_metric(self) -> EvalConfig:
+        if (self.patience or self.stop_at is not None) and not self.keep_best:
+            raise ValueError("stop_at and patience need a metric; set keep_best, e.g. to eval/test/pass@1")
+        return self
+
+
+def check_metric(metric: str, sets: Sequence[EvalSet]) -> None:
+    """Checks that an evaluation gives the metric `eval/<set>/<metric>`. Raises ValueError with those that it gives."""
+    known = [f"eval/{one.name}/{name}" for one in sets for name in metric_names(one.samples_per_prompt)]
+    if metric and metric not in known:
+        told = f"there is no metric {metric}{did_you_mean(metric, known)}"
+        raise ValueError(f"eval.keep_best: {told}; there are {', '.join(known) or 'no evaluation sets'}")
 
 
 def check_sets(sets: Sequence[EvalSet], max_response_tokens: int) -> None:

@@ -16,7 +16,7 @@ from tandem.protos.secret_values import masked
 from tandem.reward.config import RewardConfig
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
-from tandem.services.config.eval_sets import EvalConfig, EvalSet, check_sets
+from tandem.services.config.eval_sets import EvalConfig, EvalSet, check_metric, check_sets
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
@@ -257,6 +257,7 @@ class Recipe(Options):
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
         self._check_encoding()
         check_sets(self.eval_sets, self.rollout.max_response_tokens)
+        check_metric(self.eval.keep_best, self.eval_sets)
         self.trainer.check_sampling(
             samples_per_prompt=self.rollout.samples_per_prompt,
             min_scored_samples=self.reward.min_scored_samples,

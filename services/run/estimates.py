@@ -42,7 +42,7 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
         return payloads
     never = run.total_batches + 1
     checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // recipe.checkpoint_every)
-    exports = 1 + run.total_batches // (trainer.export_every or never)
+    exports = 1 + run.total_batches // (trainer.export_every or never) + (2 if recipe.eval.keep_best else 0)
     num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
     checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
     return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from tandem.protos.types import Prompt
 from tandem.reward.text.values import last_boxed, last_tagged
@@ -27,7 +26,7 @@ class Generation:
     """Row of the set's file, counted from 0."""
     sample: int
     data_source: str
-    prompt: Sequence[Mapping[str, Any]]
+    prompt: Sequence[Mapping[str, object]]
     answer: str
     num_tokens: int
     finish_reason: str

@@ -26,6 +26,7 @@ from tandem.services.config import Recipe
 from tandem.services.config.eval_sets import EvalSet
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
+from tandem.services.run.best_version import BEST_FOLDER
 from tandem.services.run.endpoint import run_buffer
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
@@ -281,6 +282,13 @@ class Trainer:
         return [one for one in self.recipe.eval_sets if self._due(one.every)]
 
     def evaluate(self, sets: Sequence[EvalSet]) -> None:
+        """Starts an evaluation, after an export of a version that may be the best one."""
+        best = self.recipe.eval.best_set
+        if self.version and best in [one.name for one in sets]:
+            lacks = self.rank_zero.lacks_evaluation(self.version, best) if self.rank_zero else None
+            if self.learner.broadcast_object(lacks):
+                self.check_incarnation()
+                self.learner.export(self.recipe.folder / BEST_FOLDER / f"{self.version:06d}")
         if self.rank_zero:
             self.rank_zero.start_evaluation(self.version, sets)
 

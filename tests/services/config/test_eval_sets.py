@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -27,6 +28,24 @@ def test_the_evaluation_file_is_the_first_set_with_one_greedy_answer() -> None:
     assert (first.temperature, first.top_p, first.max_response_tokens) == (0.0, 1.0, 64)
     assert (second.name, second.every, second.temperature, second.max_response_tokens) == ("AIME_24", 7, 0.8, 64)
     assert recipe(eval_file="").eval_sets == ()
+
+
+def test_the_best_version_is_chosen_by_a_metric_that_exists() -> None:
+    for metric in ("eval/test/pass@1", "eval/many/maj@4", "eval/many/best@2", "eval/test/mean_reward"):
+        data = {"train_file": "t", "eval_file": "data/test.parquet"}
+        section = {"sets": [{"name": "many", "file": "a", "samples_per_prompt": 4}], "keep_best": metric, "patience": 2}
+        one = parse_recipe({"run": {"run_id": "r"}, "model": {"path": "m"}, "data": data, "eval": section})
+        assert one.eval.best_set == metric.split("/")[1]
+    cases = {
+        "eval/many/pas@4": "there is no metric eval/many/pas@4; did you mean eval/many/pass@4?; there are ",
+        "eval/test/pass@4": "there is no metric eval/test/pass@4",
+        "accuracy": "there is no metric accuracy",
+    }
+    for metric, says in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(f"eval.keep_best: {says}")):
+            parse_recipe({**one.model_dump(), "eval": {**section, "keep_best": metric}})
+    with pytest.raises(ConfigError, match="stop_at and patience need a metric; set keep_best"):
+        parse_recipe({**one.model_dump(), "eval": {"stop_at": 0.5}})
 
 
 def test_a_resolved_recipe_has_the_same_sets(tmp_path: Any) -> None:
