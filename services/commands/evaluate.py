@@ -75,7 +75,7 @@ def _evaluate(recipe: Recipe, sets: Sequence[EvaluationSet], buffer: Buffer) -> 
 def _report(recipe: Recipe, result: Evaluation) -> int:
     files = {one.name: one.file for one in recipe.eval_sets}
     for name, one in result.sets.items():
-        print(f"{recipe.model.path} on {files[name]}:")
+        print(f"{name}: {recipe.model.path} on {files[name]}")
         _print_set(one)
     print(f"{result.num_rows} rows in {result.seconds:.1f} s")
     for failure in result.failures:

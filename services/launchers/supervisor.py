@@ -224,7 +224,9 @@ def early_end(recipe: Recipe, step: int, counts: Mapping[str, int], stopped: str
     if epochs:
         why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
     why = stopped or why
-    groups = f"Of {admitted} groups, {admitted - dropped} were trained and {dropped} dropped"
+    # A feed that is not done goes on admitting until it learns that the run has ended.
+    trained = step * recipe.run.groups_per_batch if stopped else admitted - dropped
+    groups = f"Of {admitted} groups, {trained} were trained and {dropped} dropped"
     reasons = f" ({drop_reasons(counts)})" if dropped else ""
     return f"trained {step} of {recipe.run.total_batches} batches: {why}. {groups}{reasons}"
 
