@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -306,10 +306,17 @@ class ScoringCore:
         return self._faults.decide(spec.key, items, wait(), ask, settled=settled, outside=outside, rising=caller.rising)
 
 
-def validate(config: RewardConfig) -> Rubric:
-    """The rubric. Raises as `ScoringCore`. Imports user code in a worker process and starts no remote judge."""
+def validate(config: RewardConfig, of_evaluation: Mapping[str, str] | None = None) -> Rubric:
+    """The rubric. Raises as `ScoringCore`. Imports user code in a worker process and starts no remote judge. Checks the
+    rubrics that evaluation sets send, too, by the name of the set.
+    """
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
+    for name, text in (of_evaluation or {}).items():
+        try:
+            Rubric.parse(text, allowed=replace(Catalogue.of(config), for_clients=True))
+        except ScorerError as error:
+            raise ScorerError(f"evaluation set {name}: {error}") from None
     return core.default.rubric
 
 

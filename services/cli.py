@@ -142,7 +142,7 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:
 @app.command("eval", short_help="Measure a model's accuracy.")
 @command
 def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> int:
-    """Answers the recipe's evaluation file greedily with its model and prints the accuracy.
+    """Answers the recipe's evaluation sets with its model and prints the metrics.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """

@@ -1,4 +1,4 @@
-"""`tandem eval`: starts a sampler and a reward service, and evaluates the model once on the evaluation file."""
+"""`tandem eval`: starts a sampler and a reward service, and evaluates the model once on the evaluation sets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import ExitStack
 
 from tandem.protos.errors import ConfigError, DeadlineError
 from tandem.protos.scratch_folder import ScratchFolder
-from tandem.protos.types import Prompt
 from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.command_line import print_text
+from tandem.services.command_line import print_error, print_text
 from tandem.services.config import Recipe
 from tandem.services.launchers.process_group import FAILED, FINISHED, ProcessGroup
 from tandem.services.launchers.supervisor import child_specs
@@ -21,27 +20,29 @@ from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_ports, check_reward
 from tandem.services.run.redis_child import RedisChild
-from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_endpoints
+from tandem.services.trainer.evaluation import Evaluation, evaluate, load_set, wait_for_endpoints
+from tandem.services.trainer.generations import EvaluationSet, SetResult
 
 START_SECONDS = 600.0
 """Time limit for the start of the services. Loading a large model from a slow disk takes longest."""
 
 
 def evaluate_recipe(recipe: Recipe) -> int:
-    """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
+    """Answers the evaluation sets with `model.path` and prints the results. Returns the exit code: 1 if a set failed.
 
     Raises UserError for an unusable file, model or function, DeadlineError if services do not start in ten minutes.
     """
-    if not recipe.data.eval_file:
+    if not recipe.eval_sets:
         raise ConfigError(
-            "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
+            "data.eval_file is empty, and so is eval.sets: name a file of prompts to evaluate on, e.g. "
+            "data.eval_file=data/test.parquet"
         )
     find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
     check_model(recipe)
     check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)
-    prompts = load_evaluation_prompts(recipe)
+    sets = [load_set(one, recipe) for one in recipe.eval_sets]
     with ScratchFolder("eval") as folder, ExitStack() as stack:
         stack.callback(remove_leftovers)
         run = recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})
@@ -55,28 +56,44 @@ def evaluate_recipe(recipe: Recipe) -> int:
         create_ledger(buffer, recipe, resume=False)
         specs = child_specs(recipe, redis.url)
         processes.add(spec for spec in specs if spec.name.startswith(("rollout", "reward")))
-        evaluation = in_thread("evaluation", _evaluate, recipe, prompts, buffer)
+        evaluation = in_thread("evaluation", _evaluate, recipe, sets, buffer)
         evaluation.add_done_callback(lambda _: processes.finish())
         outcome = processes.run()
         return _report(recipe, evaluation.result()) if evaluation.done() else outcome
 
 
-def _evaluate(recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer) -> Evaluation:
+def _evaluate(recipe: Recipe, sets: Sequence[EvaluationSet], buffer: Buffer) -> Evaluation:
     endpoints = wait_for_endpoints(buffer, recipe, None, START_SECONDS, threading.Event())
     if endpoints is None:
         raise DeadlineError(
             f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was evaluated; is "
             f"{recipe.model.path} too large for this machine, or its disk too slow?"
         )
-    return evaluate(None, prompts, endpoints)
+    return evaluate(None, sets, endpoints, recipe, recipe.folder)
 
 
 def _report(recipe: Recipe, result: Evaluation) -> int:
-    print(f"{recipe.model.path} on {recipe.data.eval_file}:")
-    if result.accuracy is not None and result.mean_reward is not None:
-        means = f"accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f}"
-        print(f"  {means} over {result.num_scored} rows")
-    for reason, number in result.unscored.items():
+    files = {one.name: one.file for one in recipe.eval_sets}
+    for name, one in result.sets.items():
+        print(f"{name}: {recipe.model.path} on {files[name]}")
+        _print_set(one)
+    print(f"{result.num_rows} rows in {result.seconds:.1f} s")
+    for failure in result.failures:
+        print_error(failure)
+    return FAILED if result.failures else FINISHED
+
+
+def _print_set(one: SetResult) -> None:
+    if one.accuracy is not None:
+        means = f"accuracy {one.accuracy:.4f}, mean reward {one.metrics['mean_reward']:.4f}"
+        print(f"  {means} over {one.num_scored} rows")
+    for metric, value in one.metrics.items():
+        low, high = one.intervals[metric]
+        print(f"  {metric} {value:.4f} ({low:.4f} to {high:.4f})")
+    for source, metrics in one.data_sources.items() if len(one.data_sources) > 1 else ():
+        share = next(value for metric, value in metrics.items() if metric.startswith("mean@"))
+        print_text(f"  {source or 'no data_source'}: accuracy {share:.4f} over {metrics['num_prompts']:.0f} prompts")
+    if one.num_truncated or one.num_no_answer:
+        print(f"  truncated: {one.num_truncated} rows; without an answer: {one.num_no_answer} rows")
+    for reason, number in one.unscored.items():
         print_text(f"  not scored: {number} rows ({reason})")
-    print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
-    return FINISHED if result.num_scored else FAILED

@@ -17,6 +17,7 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.services.config.eval_sets import EvalConfig, EvalSet, check_metric, check_sets
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
@@ -107,7 +108,7 @@ class DataConfig(Options):
     train: tuple[TrainFile, ...] = ()
     """Several training files instead of train_file: `train = [{ path = "a.parquet", weight = 2.0 }, …]`."""
     eval_file: str = ""
-    """Prompts to evaluate on."""
+    """Prompts to evaluate on, one greedy answer each; `eval.sets` has more choices."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
     """Longer prompts are dropped and counted."""
     max_epochs: Annotated[int, Field(ge=0)] = 0
@@ -204,6 +205,7 @@ class Recipe(Options):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     sft: SftConfig = SftConfig()
+    eval: EvalConfig = EvalConfig()
 
     @property
     def folder(self) -> Path:
@@ -234,15 +236,22 @@ class Recipe(Options):
         """Batches between two checkpoints: `trainer.checkpoint_every`, or its default."""
         return self.trainer.checkpoint_every or min(50, max(10, self.run.total_batches // 20))
 
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """All evaluation sets with their defaults filled in, that of `data.eval_file` first."""
+        short = (EvalSet(file=self.data.eval_file),) if self.data.eval_file else ()
+        return tuple(one.filled(self.trainer.evaluate_every, self.rollout) for one in (*short, *self.eval.sets))
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
         if not self.data.train_file and not self.data.train:
             raise ValueError("data.train_file is missing")
         if self.data.train_file and self.data.train:
             raise ValueError("data.train_file and data.train exclude each other; give one of them")
-        if self.environment.path and self.data.eval_file:
+        if self.environment.path and self.eval_sets:
             raise ValueError(
-                "data.eval_file is not used with an environment: evaluation asks for one answer a prompt; remove it"
+                "data.eval_file and eval.sets are not used with an environment, because evaluations do not run it; "
+                "remove them"
             )
         if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
             raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
@@ -254,6 +263,8 @@ class Recipe(Options):
         if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
         self._check_encoding()
+        check_sets(self.eval_sets, self.rollout.max_response_tokens)
+        check_metric(self.eval.keep_best, self.eval_sets)
         self.trainer.check_sampling(
             samples_per_prompt=self.rollout.samples_per_prompt,
             min_scored_samples=self.reward.min_scored_samples,

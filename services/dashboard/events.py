@@ -52,8 +52,10 @@ class Events:
         times = {line["step"]: line["time"] for line in self._figures.lines}
         begin = min(times.values(), default=0.0)
         for line in self._figures.evaluations:
-            text = f"version {line['version']}: accuracy {100 * line['accuracy']:.1f} %"
-            yield Event(times.get(line["version"], begin), "evaluation", text)
+            for name, one in line["sets"].items():
+                told = one["failed"] or f"accuracy {100 * one['accuracy']:.1f} %"
+                text = f"version {line['version']}: {name}: {told}"
+                yield Event(times.get(line["version"], begin), "evaluation", text)
 
     def _skipped(self) -> Iterator[Event]:
         for line in self._figures.lines:

@@ -55,7 +55,7 @@ class Figures:
 
     def progress(self, seen: Observation, total: int, hung: Sequence[str]) -> dict[str, object]:
         """The figures of the last batches."""
-        evaluation = self.evaluations[-1] if self.evaluations else None
+        evaluation = next((line for line in reversed(self.evaluations) if line["accuracy"] is not None), None)
         snapshot = snapshot_of(self.lines[-WINDOW_LINES:], evaluation, seen, total, hung)
         return {**asdict(snapshot), "waiting": snapshot.waiting.line}
 

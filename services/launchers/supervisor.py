@@ -35,6 +35,7 @@ from tandem.services.launchers.process_group import (
 )
 from tandem.services.metrics.ports import PORT_VARIABLE
 from tandem.services.rpc.tokens import Role, run_token
+from tandem.services.run.best_version import reason_to_stop
 from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.events import note_event
 from tandem.services.run.folder import (
@@ -48,6 +49,7 @@ from tandem.services.run.folder import (
     step_taken,
 )
 from tandem.services.run.inputs import record_inputs
+from tandem.services.run.json_files import EVALUATIONS_FILE, JsonLines
 from tandem.services.run.ledger import check_redis_room, create_ledger, forget_run
 from tandem.services.run.placement import starts_after
 from tandem.services.run.preflight import check_recipe
@@ -201,8 +203,9 @@ def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, repo
     if outcome == FINISHED:
         outcome = _verify(buffer, report)
         if outcome == FINISHED and step < recipe.run.total_batches:
-            report(early_end(recipe, step, buffer.counts()))
-            outcome = FINISHED if recipe.data.max_epochs else INCOMPLETE
+            stopped = reason_to_stop(JsonLines(folder / EVALUATIONS_FILE).read(), recipe.eval)
+            report(early_end(recipe, step, buffer.counts(), stopped))
+            outcome = FINISHED if recipe.data.max_epochs or stopped else INCOMPLETE
         report(f"summary: {folder / SUMMARY_FILE} · trained model: {folder / HF_FOLDER}")
     elif step_taken(folder):
         report(f"{step} of {recipe.run.total_batches} batches are trained; go on with: {resume_command(folder)}")
@@ -212,13 +215,18 @@ def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, repo
     return outcome
 
 
-def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
-    """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups."""
+def early_end(recipe: Recipe, step: int, counts: Mapping[str, int], stopped: str = "") -> str:
+    """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups.
+    `stopped`: why its evaluations ended it, if they did.
+    """
     epochs, admitted, dropped = recipe.data.max_epochs, counts["admitted"], counts["dropped"]
     why = "no further group could be scored"
     if epochs:
         why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
-    groups = f"Of {admitted} groups, {admitted - dropped} were trained and {dropped} dropped"
+    why = stopped or why
+    # A feed that is not done goes on admitting until it learns that the run has ended.
+    trained = step * recipe.run.groups_per_batch if stopped else admitted - dropped
+    groups = f"Of {admitted} groups, {trained} were trained and {dropped} dropped"
     reasons = f" ({drop_reasons(counts)})" if dropped else ""
     return f"trained {step} of {recipe.run.total_batches} batches: {why}. {groups}{reasons}"
 

@@ -207,7 +207,7 @@ METRICS: tuple[Metric, ...] = (
         "batch", "batch_weight_transfer_seconds", "weight_transfer_seconds", "Transfer of the weights, slowest sampler."
     ),
     _gauge("evaluation", "evaluation_version", "version", "Policy version that was evaluated last."),
-    _gauge("evaluation", "evaluation_accuracy_ratio", "accuracy", "Share of right answers in the last evaluation."),
+    _gauge("evaluation", "evaluation_accuracy_ratio", "accuracy", "Share of right answers, first evaluation set."),
     # The controller: the run as a whole.
     _gauge("ledger", "ledger_groups", "*", "Groups in a state of the ledger.", Label("state", STATES)),
     _counter("ledger", "ledger_admitted_groups", "admitted", "Groups that were admitted in the life of the run."),

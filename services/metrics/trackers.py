@@ -126,7 +126,8 @@ class Mlflow(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow takes letters, digits and these signs."""
+    """MLflow takes letters, digits and these signs. `pass@2` and `pass^2` get different names."""
+    name = name.replace("@", "_at_").replace("^", "_hat_")
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
 
 

@@ -48,7 +48,8 @@ def _of(name: str) -> Series:
 
 
 def _accuracy(run: RunFigures) -> Values:
-    return [line["version"] for line in run.evaluations], [line["accuracy"] for line in run.evaluations]
+    lines = [line for line in run.evaluations if line["accuracy"] is not None]
+    return [line["version"] for line in lines], [line["accuracy"] for line in lines]
 
 
 def _trainer_rate(run: RunFigures) -> Values:

@@ -24,7 +24,7 @@ INPUTS_FILE = "inputs.json"
 _MODEL_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"})
 _OF_SERVICE = {
     "feed": ("data.train", "model.chat_template"),
-    "trainer": ("data.eval_file", "model.path", "trainer."),
+    "trainer": ("data.eval_file", "eval.", "model.path", "trainer."),
     "rollout": ("model.path",),
     "reward": ("reward.",),
 }
@@ -118,6 +118,7 @@ def input_paths(recipe: Recipe) -> dict[str, Path]:
     data, model = recipe.data, recipe.model
     named = {f"data.train[{number}].path": one.path for number, one in enumerate(data.train)}
     named |= {"data.train_file": data.train_file, "data.eval_file": data.eval_file, "model.path": model.path}
+    named |= {f"eval.sets[{number}].file": one.file for number, one in enumerate(recipe.eval.sets)}
     named |= {"model.chat_template": model.chat_template, "reward.rubric": recipe.reward.rubric}
     if recipe.trainer.needs_critic:
         named["trainer.critic.path"] = recipe.trainer.critic.path

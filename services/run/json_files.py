@@ -15,6 +15,7 @@ Line = dict[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+GENERATIONS_FOLDER = "evaluations"
 EVENTS_FILE = "events.jsonl"
 DECISIONS_FILE = "decisions.jsonl"
 
@@ -27,15 +28,15 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, line: Mapping[str, object]) -> None:
-        """Appends one object and returns once it is on disk. Readers see only complete lines. Raises OSError."""
+    def append(self, *lines: Mapping[str, object]) -> None:
+        """Appends objects and returns once they are on disk. Readers see only complete lines. Raises OSError."""
         with self.path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
             if end and file.read(1) != b"\n":
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(_encoded(line).encode())
+            file.write("".join(map(_encoded, lines)).encode())
             file.flush()
             os.fsync(file.fileno())
         if not end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from contextlib import closing
 
@@ -14,7 +15,7 @@ from tandem.services.config import Recipe, dump_recipe, parse_recipe, without_se
 from tandem.services.run.estimates import job_bytes, worst_case_redis_bytes
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
 from tandem.services.run.inputs import INPUTS_FILE, join_inputs
-from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE
+from tandem.services.run.json_files import EVALUATIONS_FILE, EVENTS_FILE, GENERATIONS_FOLDER
 from tandem.services.run.resume import FREE, check_joins, check_resumable, with_automatic_values
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def forget_run(recipe: Recipe, buffer: Buffer) -> None:
         return  # Redis is gone; config.json stays, so that the folder still shows its run
     for name in (CONFIG_FILE, INPUTS_FILE, EVALUATIONS_FILE, EVENTS_FILE):
         (recipe.folder / name).unlink(missing_ok=True)
+    shutil.rmtree(recipe.folder / GENERATIONS_FOLDER, ignore_errors=True)
 
 
 def join_run(recipe: Recipe, redis_url: str, service: str) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from tandem.protos.types import RowHeader, TrainBatch, TrajectoryGroup, scored_t
 from tandem.services.config import Recipe
 from tandem.services.metrics.trackers import TrackerThread
 from tandem.services.run.folder import SUMMARY_FILE, write_text
-from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line
+from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, METRICS_FILE, JsonLines, Line
 
 # Field of a service's heartbeat → name of its sum over all such services in metrics.jsonl.
 SAMPLER_FIGURES = {
@@ -40,6 +41,7 @@ class MetricsLog:
         self._trackers = trackers
         self.lines = JsonLines(folder / METRICS_FILE)
         self.evaluations = JsonLines(folder / EVALUATIONS_FILE)
+        self._generations = folder / GENERATIONS_FOLDER
         self.last: Line = {}
         self.last_evaluation: Line = {}
         self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=10)
@@ -51,6 +53,9 @@ class MetricsLog:
         """
         self.lines.keep(lambda line: line["step"] <= checkpoint_version)
         self.evaluations.keep(lambda line: line["version"] <= last_recorded)
+        for samples in self._generations.glob("[0-9]*"):
+            if int(samples.name) > last_recorded:
+                shutil.rmtree(samples)
         kept = self.lines.read()
         self.last = kept[-1] if kept else {}
         start = SessionLog(status=SessionLog.START)  # makes TensorBoard discard the steps from here on
@@ -63,11 +68,11 @@ class MetricsLog:
         self._scalars(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
 
     def add_evaluation(self, line: Line) -> None:
-        """Writes one evaluation, `{version, accuracy, …}`."""
-        self.last_evaluation = line
+        """Writes one evaluation, `{version, accuracy, sets, …}`."""
+        if line["accuracy"] is not None:
+            self.last_evaluation = line
         self.evaluations.append(line)
-        figures = {f"evaluation/{name}": value for name, value in line.items() if name != "version"}
-        self._scalars(line["version"], figures)
+        self._scalars(line["version"], evaluation_figures(line))
 
     def close(self) -> None:
         """Flushes the events, and waits some seconds for the trackers."""
@@ -85,6 +90,20 @@ class MetricsLog:
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         for tracker in self._trackers:
             tracker.add(step, figures)
+
+
+def evaluation_figures(line: Line) -> dict[str, float]:
+    """The figures of a line of evaluations.jsonl: `eval/<set>/<metric>`, and `eval/<set>/<data_source>/<metric>` for a
+    set with several sources.
+    """
+    figures: dict[str, float] = {}
+    for name, one in line["sets"].items():
+        counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")}
+        figures |= {f"eval/{name}/{key}": value for key, value in {**counts, **one["metrics"]}.items()}
+        if len(one["data_sources"]) > 1:
+            for source, metrics in one["data_sources"].items():
+                figures |= {f"eval/{name}/{source or 'no_source'}/{key}": value for key, value in metrics.items()}
+    return figures
 
 
 class PhaseClock:
@@ -240,7 +259,8 @@ def summarise(
     Rates of the trainer cover all batches, those of the samplers the time from the first line to the last. A figure
     that was not measured (no evaluation file, no sampler that acknowledged an update) is None, not 0.
     """
-    ordered = sorted(evaluations, key=lambda line: int(line["version"]))
+    measured = [line for line in evaluations if line["accuracy"] is not None]
+    ordered = sorted(measured, key=lambda line: int(line["version"]))
     train_seconds = sum(float(line["seconds_total"]) for line in lines)
     last = lines[-1] if lines else {}
     first = lines[0] if len(lines) > 1 else {}

@@ -144,10 +144,10 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
 
 
 def check_dataset(recipe: Recipe) -> None:
-    """Checks that the files of `[data]` exist and open as datasets."""
+    """Checks that the files of `[data]` and `[eval]` exist and open as datasets."""
     from tandem.services.data.dataset import Dataset
 
-    for file in filter(None, (*(one.path for one in recipe.data.train_files), recipe.data.eval_file)):
+    for file in (*(one.path for one in recipe.data.train_files), *(one.file for one in recipe.eval_sets)):
         Dataset(file).row(0)
 
 
@@ -304,10 +304,12 @@ def check_redis(recipe: Recipe) -> None:
 
 
 def check_reward(recipe: Recipe) -> None:
-    """Checks that the scorers import and accept their arguments, and that the estimator can use their components."""
+    """Checks that the scorers import and accept their arguments, that the estimator can use their components, and that
+    evaluation sets name scorers that exist.
+    """
     from tandem.reward.scoring import validate
 
-    rubric = validate(recipe.reward)
+    rubric = validate(recipe.reward, {one.name: one.rubric for one in recipe.eval_sets if one.rubric})
     if recipe.trainer.needs_components:
         _check_components(recipe, rubric)
 

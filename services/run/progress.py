@@ -193,8 +193,9 @@ class RunWatch(Repeated):
                     self._printed_until = line["time"]
                     self._steps.append(line)
             evaluations, _ = self._evaluations.read()
-            if evaluations:
-                self._evaluation = evaluations[-1]
+            for line in evaluations:
+                if line["accuracy"] is not None:
+                    self._evaluation = line
             now = time.monotonic()
             hung = sorted(name for name, beat in self.last_heartbeats.items() if now - beat > HUNG_SECONDS)
             seen = replace(self._seen, redis_silence=self.redis_silence)

@@ -32,7 +32,8 @@ _KEYS = {
     "weights": "backend deadline_seconds",
 }
 FREE = frozenset(
-    {"reward", "jobs", "autoscale", "sft"} | {f"{table}.{key}" for table in _KEYS for key in _KEYS[table].split()}
+    {"reward", "jobs", "autoscale", "sft", "eval"}
+    | {f"{table}.{key}" for table in _KEYS for key in _KEYS[table].split()}
 )
 """Keys and sections that a resumed run may change. `test_replay.py` replays a run with a changed value for each."""
 

@@ -1,4 +1,4 @@
-"""Evaluation outside ledger and limiter: greedy answers from RolloutService.Generate, scored by RewardService.Score."""
+"""Evaluation outside ledger and limiter: answers from RolloutService.Generate, scored by RewardService.Score."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from statistics import fmean
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -21,11 +26,21 @@ from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe
+from tandem.services.config.eval_sets import EvalSet
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
+from tandem.services.run.json_files import GENERATIONS_FOLDER
+from tandem.services.trainer.generations import (
+    EvaluationSet,
+    Generation,
+    GenerationsFile,
+    SetResult,
+    parts_named,
+    result_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +54,10 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A line of evaluations.jsonl. `unscored` counts rows without a reward by reason; the means exclude them."""
+    """A line of evaluations.jsonl: sets that were evaluated at one version, and their sums over all samples.
+
+    `accuracy` and `mean_reward` are those of the recipe's first set; None if it is not among these sets, or failed.
+    """
 
     version: int | None
     accuracy: float | None
@@ -48,6 +66,12 @@ class Evaluation:
     num_scored: int
     unscored: Mapping[str, int]
     seconds: float
+    sets: Mapping[str, SetResult]
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for each set without metrics."""
+        return [f"evaluation set {name} failed: {one.failed}" for name, one in self.sets.items() if one.failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,111 +83,186 @@ class EvaluationEndpoints:
     """Several are separated by commas."""
     token: str
     credentials: grpc.ChannelCredentials | None
-    max_tokens: int
-    stop: Sequence[str] = ()
     server_name: str = ""
 
+    def connected(self, stack: ExitStack) -> Channels:
+        """Open channels, which the stack closes."""
+        security = (self.token, self.credentials, self.server_name)
+        samplers, reward = [connect(one, *security) for one in self.samplers], connect(self.reward, *security)
+        for channel in (*samplers, reward):
+            stack.callback(channel.close)
+        return Channels(samplers, reward)
 
-def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
-    """Answers every prompt once, greedily, distributed over the samplers; without a `version` those of any version.
 
-    A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
-    chunk whose call fails is sent to another sampler, at most three times; then its rows count as unscored.
+class Channels(NamedTuple):
+    """Channels to the samplers and to the reward services."""
+
+    samplers: Sequence[grpc.Channel]
+    reward: grpc.Channel
+
+
+def evaluate(
+    version: int | None, sets: Sequence[EvaluationSet], endpoints: EvaluationEndpoints, recipe: Recipe, folder: Path
+) -> Evaluation:
+    """Evaluates sets, one after the other, distributed over the samplers; without a `version` those of any version.
+
+    The samples of each set are appended to a file in the folder as they are scored. Those that an interrupted
+    evaluation has left there are not sampled again. Raises OSError if the files cannot be written.
     """
     started = time.monotonic()
-    deadline = started + DEADLINE_SECONDS
-    addresses = {*endpoints.samplers, endpoints.reward}
-    security = (endpoints.token, endpoints.credentials, endpoints.server_name)
-    channels = {address: connect(address, *security) for address in addresses}
-    pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
-    items: list[reward_pb2.ScoreReply.Item] = []
-    reason = "no_sampler"
-
-    def ask(place: int, chunk: Sequence[Prompt]) -> Sequence[reward_pb2.ScoreReply.Item] | TandemError:
-        sampler = channels[endpoints.samplers[place % len(endpoints.samplers)]]
-        try:
-            answers = _generate(sampler, chunk, version, endpoints, deadline)
-            return _score(channels[endpoints.reward], chunk, answers, deadline)
-        except TandemError as error:
-            return error
-
-    try:
-        for attempt in range(ATTEMPTS if endpoints.samplers else 0):
-            with ThreadPoolExecutor(CALLS_PER_SAMPLER * len(endpoints.samplers)) as pool:
-                replies = list(pool.map(ask, range(attempt, attempt + len(pending)), pending))
-            chunks, pending = pending, []
-            for chunk, reply in zip(chunks, replies, strict=True):
-                if isinstance(reply, TandemError):
-                    pending.append(chunk)
-                    reason = type(reply).__name__
-                else:
-                    items += reply
-            if not pending or time.monotonic() > deadline:
-                break
-    finally:
-        for channel in channels.values():
-            channel.close()
-    scored = [item.scored for item in items if item.HasField("scored")]
-    unscored = Counter(item.unscored.reason for item in items if not item.HasField("scored"))
-    if pending:
-        unscored[reason] += sum(map(len, pending))
+    weights = recipe.model.path if version is None else f"version {version}"
+    scoring = recipe.reward.model_dump_json()
+    results: dict[str, SetResult] = {}
+    with ExitStack() as stack:
+        channels = endpoints.connected(stack)
+        for one in sets:
+            file = GenerationsFile(folder / f"{one.name}.jsonl", settings := one.settings(weights, scoring))
+            missing = _complete(_Sampling(one, version, settings, channels, file))
+            results[one.name] = result_of(one, file.rows, missing, recipe.eval.min_scored)
+    first = results.get(recipe.eval_sets[0].name)
     return Evaluation(
         version=version,
-        accuracy=fmean(map(_is_correct, scored)) if scored else None,
-        mean_reward=fmean(one.value for one in scored) if scored else None,
-        num_rows=len(prompts),
-        num_scored=len(scored),
-        unscored=dict(unscored),
+        accuracy=first.accuracy if first else None,
+        mean_reward=first.metrics.get("mean_reward") if first else None,
+        num_rows=sum(one.num_samples for one in results.values()),
+        num_scored=sum(one.num_scored for one in results.values()),
+        unscored=dict(sum((Counter(one.unscored) for one in results.values()), Counter[str]())),
         seconds=time.monotonic() - started,
+        sets=results,
     )
 
 
-def _generate(
-    channel: grpc.Channel, chunk: Sequence[Prompt], version: int | None, endpoints: EvaluationEndpoints, deadline: float
-) -> list[rollout_pb2.GenerateReply.Sample]:
-    request = rollout_pb2.GenerateRequest(
-        items=[
-            rollout_pb2.GenerateRequest.Item(
-                prompt_ids=np.ascontiguousarray(prompt.token_ids, "<i4").tobytes(), num_samples=1
-            )
-            for prompt in chunk
-        ],
-        sampling=rollout_pb2.SamplingParameters(
-            temperature=0.0, top_p=1.0, max_tokens=endpoints.max_tokens, stop=endpoints.stop, repetition_penalty=1.0
-        ),
-        required_version=version,
-    )
-    with translated():
-        reply = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request, timeout=_left(deadline))
-    samples = [item.samples[0] for item in reply.items]
-    versions = {span.policy_version for sample in samples for span in sample.spans}
-    if version is not None and not versions <= {version}:
-        raise NotAdmittedError(f"asked for answers of version {version}, got {sorted(versions)}")
-    return samples
+def _complete(sampling: _Sampling) -> Mapping[str, int]:
+    """Samples and scores what the set's file lacks. Returns the number of samples that did not come, by reason. A chunk
+    whose call fails is sent to another sampler, at most three times.
+    """
+    pending = sampling.file.keep_complete(chunks_of(sampling.one.prompts))
+    samplers = len(sampling.channels.samplers)
+    reason = "no_sampler"
+    for attempt in range(ATTEMPTS if samplers else 0):
+        if not pending or time.monotonic() > sampling.deadline:
+            break
+        with ThreadPoolExecutor(CALLS_PER_SAMPLER * samplers) as pool:
+            errors = list(pool.map(sampling.run, range(attempt, attempt + len(pending)), pending))
+        reason = next((type(error).__name__ for error in errors if error), reason)
+        pending = [chunk for chunk, error in zip(pending, errors, strict=True) if error]
+    missing = sum(prompt.num_samples for chunk in pending for prompt in chunk)
+    return {reason: missing} if missing else {}
 
 
-def _score(
-    channel: grpc.Channel, chunk: Sequence[Prompt], answers: Sequence[rollout_pb2.GenerateReply.Sample], deadline: float
-) -> Sequence[reward_pb2.ScoreReply.Item]:
-    request = reward_pb2.ScoreRequest(
-        items=[
-            reward_pb2.ScoreRequest.Item(
-                data_source=prompt.data_source,
-                solution=answer.text,
-                ground_truth=json.dumps(prompt.ground_truth),
-                extra_info=json.dumps(dict(prompt.judged_info(len(answer.ids) // 4))),
+def chunks_of(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+    """The prompts of each call: consecutive ones with equal sampling parameters, at most 64 samples in all, or one
+    prompt. The same prompts always make the same chunks. Each chunk but greedy ones has a seed of its own.
+    """
+    chunks: list[Sequence[Prompt]] = []
+    for (sampling, num_samples), group in groupby(prompts, key=attrgetter("sampling", "num_samples")):
+        equal, length = list(group), max(1, ROWS_PER_CALL // num_samples)
+        for start in range(0, len(equal), length):
+            seed = None if sampling.seed is None or not sampling.temperature else sampling.seed + len(chunks)
+            chunks.append(
+                [replace(one, sampling=replace(sampling, seed=seed)) for one in equal[start : start + length]]
             )
-            for prompt, answer in zip(chunk, answers, strict=True)
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """What samples and scores the chunks of one set."""
+
+    one: EvaluationSet
+    version: int | None
+    settings: str
+    channels: Channels
+    file: GenerationsFile
+    deadline: float = field(default_factory=lambda: time.monotonic() + DEADLINE_SECONDS)
+
+    def run(self, place: int, chunk: Sequence[Prompt]) -> TandemError | None:
+        """Samples and scores a chunk, and appends it to the set's file. Returns the error if a call failed."""
+        samplers = self.channels.samplers
+        try:
+            answers = self._generate(samplers[place % len(samplers)], chunk)
+            scores = self._score(chunk, answers)
+        except TandemError as error:
+            return error
+        owners = [(prompt, number) for prompt in chunk for number in range(prompt.num_samples)]
+        rows = [
+            _generation(prompt, number, answer, score, self.settings)
+            for (prompt, number), answer, score in zip(owners, answers, scores, strict=True)
         ]
+        self.file.add(rows)
+        return None
+
+    def _generate(self, channel: grpc.Channel, chunk: Sequence[Prompt]) -> list[rollout_pb2.GenerateReply.Sample]:
+        sampling = chunk[0].sampling
+        request = rollout_pb2.GenerateRequest(
+            items=[
+                rollout_pb2.GenerateRequest.Item(
+                    prompt_ids=np.ascontiguousarray(prompt.token_ids, "<i4").tobytes(), num_samples=prompt.num_samples
+                )
+                for prompt in chunk
+            ],
+            sampling=rollout_pb2.SamplingParameters(**asdict(sampling)),
+            required_version=self.version,
+        )
+        with translated():
+            reply = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request, timeout=_left(self.deadline))
+        samples = [sample for item in reply.items for sample in item.samples]
+        versions = {span.policy_version for sample in samples for span in sample.spans}
+        if self.version is not None and not versions <= {self.version}:
+            raise NotAdmittedError(f"asked for answers of version {self.version}, got {sorted(versions)}")
+        return samples
+
+    def _score(
+        self, chunk: Sequence[Prompt], answers: Sequence[rollout_pb2.GenerateReply.Sample]
+    ) -> Sequence[reward_pb2.ScoreReply.Item]:
+        prompts = [prompt for prompt in chunk for _ in range(prompt.num_samples)]
+        request = reward_pb2.ScoreRequest(
+            items=[
+                reward_pb2.ScoreRequest.Item(
+                    data_source=prompt.data_source,
+                    solution=answer.text,
+                    ground_truth=json.dumps(prompt.ground_truth),
+                    extra_info=json.dumps(dict(prompt.judged_info(len(answer.ids) // 4))),
+                    group=prompt.group_id if prompt.num_samples > 1 else "",
+                )
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ],
+            rubric=self.one.rubric,
+        )
+        with translated():
+            stub = reward_pb2_grpc.RewardServiceStub(self.channels.reward)
+            return list(stub.Score(request, timeout=_left(self.deadline)).items)
+
+
+def _generation(
+    prompt: Prompt,
+    number: int,
+    answer: rollout_pb2.GenerateReply.Sample,
+    score: reward_pb2.ScoreReply.Item,
+    settings: str,
+) -> Generation:
+    scored = score.scored if score.HasField("scored") else None
+    return Generation(
+        index=prompt.index,
+        sample=number,
+        data_source=prompt.data_source,
+        prompt=prompt.messages,
+        answer=answer.text,
+        num_tokens=len(answer.ids) // 4,
+        finish_reason=answer.finish_reason,
+        reward=scored.value if scored else None,
+        correct=_is_correct(scored) if scored else False,
+        breakdown=dict(scored.breakdown) if scored else {},
+        unscored="" if scored else score.unscored.reason,
+        settings=settings,
     )
-    with translated():
-        return list(reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=_left(deadline)).items)
 
 
 def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
+    """Whether the scorer says so (`acc` or `correct` in the breakdown), else whether the reward is at least 1."""
     for name in ("acc", "correct"):
-        if name in scored.breakdown:
-            return scored.breakdown[name] >= 0.5
+        if found := parts_named(name, scored.breakdown):
+            return all(value >= 0.5 for value in found)
     return scored.value >= 1.0
 
 
@@ -186,10 +285,7 @@ def wait_for_endpoints(
         reward = ",".join(reward_addresses(buffer))
         if samplers and reward:
             token, credentials = run_token(buffer.secret(), Role.operate), calling_credentials(recipe)
-            rollout, name = recipe.rollout, recipe.run.server_name
-            return EvaluationEndpoints(
-                samplers, reward, token, credentials, rollout.max_response_tokens, rollout.stop, name
-            )
+            return EvaluationEndpoints(samplers, reward, token, credentials, recipe.run.server_name)
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):
             return None
@@ -217,13 +313,13 @@ class BackgroundEvaluation:
     recipe: Recipe
     stop: threading.Event
     done: Callable[[Evaluation], None]
-    prompts: Sequence[Prompt] = ()
+    loaded: dict[str, EvaluationSet] = field(default_factory=dict)
     running: Future[None] | None = None
 
-    def start(self, version: int, patience_seconds: float) -> None:
+    def start(self, version: int, sets: Sequence[EvalSet], patience_seconds: float) -> None:
         """Starts an evaluation, which gives up and logs it if no sampler has the version within the patience."""
         assert self.running is None, "one evaluation at a time"
-        self.running = in_thread("evaluation", self._run, version, patience_seconds)
+        self.running = in_thread("evaluation", self._run, version, sets, patience_seconds)
 
     def over(self, timeout_seconds: float) -> bool:
         """Whether none is running or it ended within the time. Raises the error that ended it."""
@@ -237,20 +333,39 @@ class BackgroundEvaluation:
         ended.result()  # a bug must end the trainer, not only the thread
         return True
 
-    def _run(self, version: int, patience_seconds: float) -> None:
-        if not self.prompts:
-            self.prompts = load_evaluation_prompts(self.recipe)
+    def _run(self, version: int, sets: Sequence[EvalSet], patience_seconds: float) -> None:
+        for one in sets:
+            if one.name not in self.loaded:
+                self.loaded[one.name] = load_set(one, self.recipe)
         endpoints = wait_for_endpoints(self.buffer, self.recipe, version, patience_seconds, self.stop)
         if endpoints is not None:
-            self.done(evaluate(version, self.prompts, endpoints))
+            folder = generations_folder(self.recipe, version)
+            self.done(evaluate(version, [self.loaded[one.name] for one in sets], endpoints, self.recipe, folder))
         elif not self.stop.is_set():
             words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
             log.warning(words, version, patience_seconds, extra={"version": version})
 
 
-def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
-    """The usable prompts of `data.eval_file`; logs the number of skipped rows. Raises DataError, ModelError."""
-    prompts, faults = load_prompts(recipe.data.eval_file, recipe)
+def generations_folder(recipe: Recipe, version: int) -> Path:
+    """Where a run keeps the samples of the evaluation of a version."""
+    return recipe.folder / GENERATIONS_FOLDER / f"{version:06d}"
+
+
+def load_set(one: EvalSet, recipe: Recipe) -> EvaluationSet:
+    """The usable prompts of a set whose defaults are filled in; logs the number of skipped rows. Raises DataError,
+    ModelError.
+    """
+    prompts, faults = load_prompts(one.file, recipe, limit=one.limit or None)
     if faults:
-        log.warning("evaluation file %s: rows skipped: %s", recipe.data.eval_file, dict(faults))
-    return prompts
+        log.warning("evaluation file %s: rows skipped: %s", one.file, dict(faults))
+    assert one.temperature is not None, "its default is filled in"
+    draws = partial(replace, temperature=one.temperature, top_p=one.top_p, seed=recipe.run.seed)
+    with_sampling = [
+        replace(
+            prompt,
+            num_samples=one.samples_per_prompt,
+            sampling=draws(prompt.sampling, max_tokens=min(prompt.sampling.max_tokens, one.max_response_tokens)),
+        )
+        for prompt in prompts
+    ]
+    return EvaluationSet(one.name, with_sampling, one.rubric)

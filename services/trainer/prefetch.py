@@ -44,6 +44,7 @@ class Prefetch:
         self._recipe = recipe
         self._incarnation = incarnation
         self._closed = threading.Event()
+        self._is_last = threading.Event()
         self._running: Future[RecordedBatch | None] | None = None
 
     def next_batch(self, version: int, seconds: float) -> RecordedBatch | None:
@@ -51,19 +52,30 @@ class Prefetch:
         or if no group is left (`exhausted`). Raises the error that ended the thread.
         """
         if self._running is None:
+            if self.is_ending:
+                return None
             self._running = in_thread("prefetch", self._record_next, version)
         if not wait([self._running], seconds).done:
             return None
         ended, self._running = self._running, None
         recorded = ended.result()
-        if recorded is not None and version + 1 < self._recipe.run.total_batches:
+        if recorded is not None and version + 1 < self._recipe.run.total_batches and not self.is_ending:
             self._running = in_thread("prefetch", self._record_next, version + 1)
         return recorded
 
     @property
     def exhausted(self) -> bool:
-        """Whether no batch will follow: no group is left, and none is in a batch that is being recorded."""
-        return self._running is None and self._source.exhausted
+        """Whether no batch will follow: no group is left, or no batch is wanted, and none is being recorded."""
+        return self._running is None and (self._source.exhausted or self.is_ending)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `end` was called."""
+        return self._is_last.is_set()
+
+    def end(self) -> None:
+        """Begins no further batch; what is being recorded is trained. Called from any thread."""
+        self._is_last.set()
 
     def close(self) -> None:
         """Ends the thread, which may first finish a record."""

@@ -18,10 +18,12 @@ from tandem.protos.types import Packing, StepResult, TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.config import Recipe
+from tandem.services.config.eval_sets import EvalSet
 from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Step, add_spans
 from tandem.services.metrics.trackers import open_trackers
 from tandem.services.process import in_thread
+from tandem.services.run.best_version import best_version, reason_to_stop, remove_others, values_by_version
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.json_files import Line
 from tandem.services.run.metrics import (
@@ -129,6 +131,7 @@ class RankZero:
             self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
             self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
             self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
+            self._judge_evaluations()  # of a run that goes on
             self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
             stack.enter_context(Watchdog(buffer, recipe))
             self._stack = stack.pop_all()
@@ -229,11 +232,15 @@ class RankZero:
         write_notes(self._buffer, self._recipe.folder, result.policy_version, trained.batch.group_ids)
         self._optimizer_step = result.optimizer_step
 
-    def start_evaluation(self, version: int) -> None:
-        """Evaluates the published version in a thread, unless it was evaluated before or there is no file for it."""
-        done = {line["version"] for line in self._metrics.evaluations.read()}
-        if self._recipe.data.eval_file and version not in done:
-            self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
+    def start_evaluation(self, version: int, sets: Sequence[EvalSet]) -> None:
+        """Evaluates the published version in a thread on those of the sets that it was not evaluated on before."""
+        if missing := [one for one in sets if self.lacks_evaluation(version, one.name)]:
+            self._evaluation.start(version, missing, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
+
+    def lacks_evaluation(self, version: int, name: str) -> bool:
+        """Whether the version was not evaluated on the set of this name, or in vain."""
+        lines = [line for line in self._metrics.evaluations.read() if line["version"] == version]
+        return all(line["sets"][name]["failed"] for line in lines if name in line["sets"])
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
         """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
@@ -277,6 +284,7 @@ class RankZero:
         """
         run = self._recipe.run
         check_complete(self._buffer.counts(), self._recipe.folder, self._version, run.groups_per_batch)
+        self._judge_evaluations()  # the last one may have been skipped
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
         wall_seconds = time.time() - self._started_at + self._earlier_seconds
         write_summary(self._recipe, self._buffer.counts(), self._buffer.set_aside(), wall_seconds)
@@ -365,9 +373,23 @@ class RankZero:
 
     def _note_evaluation(self, evaluation: Evaluation) -> None:
         self._metrics.add_evaluation(asdict(evaluation))
-        if evaluation.unscored:
+        self._judge_evaluations()
+        for failure in evaluation.failures:
+            log.error("version %d: %s", evaluation.version, failure, extra={"version": evaluation.version})
+        if evaluation.unscored and not evaluation.failures:
             words = "evaluation of version %d: rows not scored: %s"
             log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})
+
+    def _judge_evaluations(self) -> None:
+        """Keeps the best version's export only, and begins no further batch if the run has trained long enough."""
+        config = self._recipe.eval
+        if not config.keep_best:
+            return
+        lines = self._metrics.evaluations.read()
+        remove_others(self._recipe.folder, best_version(values_by_version(lines, config.keep_best)))
+        if (reason := reason_to_stop(lines, config)) and not self._prefetch.is_ending:
+            log.info("the run ends early: %s", reason)
+            self._prefetch.end()
 
 
 def _group_ids(trained: TrainedBatch | None) -> Sequence[str]:

@@ -18,6 +18,7 @@ from tandem.protos.errors import DeadlineError, RunExistsError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.rollback import run_to_end
 from tandem.services.config import load_resolved
+from tandem.services.run.best_version import BEST_FOLDER
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, external_redis_url, resume_command, running
 from tandem.services.run.resume import from_its_weights
 from tandem.services.trainer.folder_check import compare_with_folder
@@ -32,7 +33,7 @@ from tandem.trainer.batch.record import BATCHES_FOLDER, recorded_versions
 from tandem.trainer.batch.rejected import REJECTED_FOLDER
 from tandem.trainer.checkpoints.durable import leftovers
 
-_FOLDERS = (BATCHES_FOLDER, CHECKPOINTS_FOLDER, EXPORTS_FOLDER, REJECTED_FOLDER, "weights")
+_FOLDERS = (BATCHES_FOLDER, BEST_FOLDER, CHECKPOINTS_FOLDER, EXPORTS_FOLDER, REJECTED_FOLDER, "weights")
 _HEARTBEAT_WAIT_SECONDS = 2.5  # one is sent each second
 _HEARTBEAT_POLL_SECONDS = 0.2
 _LOCK_SECONDS = 1.0

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,8 +23,10 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.config import Recipe
+from tandem.services.config.eval_sets import EvalSet
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
+from tandem.services.run.best_version import BEST_FOLDER
 from tandem.services.run.endpoint import run_buffer
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
@@ -136,8 +138,9 @@ class Trainer:
         self.recover()
         self.publish(changed=True)
         self.wait_until_published()
+        # The evaluation of a version that is trained again may have been interrupted.
+        self.evaluate(self.recipe.eval_sets if self.version == 0 else self.due_sets())
         if self.version == 0:
-            self.evaluate()
             self.wait_for_evaluation()
         self.clock.lap()  # times are measured from here
         do = "wait"
@@ -253,15 +256,15 @@ class Trainer:
         folder = self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}"
         if exports and not saves:
             self.export(folder)
-        if not saves and not self._due(self.recipe.trainer.evaluate_every):
+        due = self.due_sets()
+        if not saves and not due:
             return
         self.wait_until_published()
         if saves:
             self.save_checkpoint()
             if exports:
                 self.export(folder)
-        if self._due(self.recipe.trainer.evaluate_every):
-            self.evaluate()
+        self.evaluate(due)
 
     def export(self, folder: Path) -> None:
         self.check_incarnation()
@@ -280,15 +283,25 @@ class Trainer:
     def writing(self, what: Literal["a checkpoint", "an export"]) -> AbstractContextManager[None]:
         return self.rank_zero.writing(what) if self.rank_zero else nullcontext()
 
-    def evaluate(self) -> None:
+    def due_sets(self) -> list[EvalSet]:
+        """The evaluation sets whose interval ends at this version."""
+        return [one for one in self.recipe.eval_sets if self._due(one.every)]
+
+    def evaluate(self, sets: Sequence[EvalSet]) -> None:
+        """Starts an evaluation, after an export of a version that may be the best one."""
+        best = self.recipe.eval.best_set
+        if self.version and best in [one.name for one in sets]:
+            lacks = self.rank_zero.lacks_evaluation(self.version, best) if self.rank_zero else None
+            if self.learner.broadcast_object(lacks):
+                self.export(self.recipe.folder / BEST_FOLDER / f"{self.version:06d}")
         if self.rank_zero:
-            self.rank_zero.start_evaluation(self.version)
+            self.rank_zero.start_evaluation(self.version, sets)
 
     def finish(self) -> bool:
         """Writes everything that ends a run. Returns False if it was stopped before the last evaluation was over."""
         is_over = self.wait_for_evaluation()
         if is_over:
-            self.evaluate()
+            self.evaluate(self.recipe.eval_sets)
         self.save_checkpoint()
         self.export(self.recipe.folder / HF_FOLDER)
         if not is_over or not self.wait_for_evaluation():

@@ -24,6 +24,7 @@ from tandem.services.commands.reward_display import score_line
 from tandem.services.logging_setup import configure_logging
 from tandem.services.run.progress import ProgressSnapshot, plain_line, table
 from tandem.services.trainer.evaluation import Evaluation
+from tandem.services.trainer.generations import SetResult
 from tests.support.dataset_files import verl_row, write_lines
 from tests.support.reward_process import running_reward
 from tests.support.run_inputs import recipe_of, small_values
@@ -93,10 +94,13 @@ def test_progress_of_a_run(console: Console) -> None:
 
 def test_scores_and_evaluations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert is_harmless(score_line(0, Scored(1.0, {ATTACK: 1.0})) + score_line(0, Unscored("crashed", ATTACK)))
-    result = Evaluation(None, 0.5, 0.5, num_rows=2, num_scored=1, unscored={ATTACK: 1}, seconds=1.0)
-    _report(recipe_of(small_values(tmp_path)), result)
-    out = capsys.readouterr().out
-    assert PLAIN in out and is_harmless(out)
+    sources = {source: {"num_prompts": 1, "mean@1": 1.0} for source in (ATTACK, "b")}
+    one = SetResult(2, 2, 1, 0, 0, {ATTACK: 1}, failed=ATTACK, data_sources=sources)
+    result = Evaluation(None, None, None, num_rows=2, num_scored=1, unscored={}, seconds=1.0, sets={"train": one})
+    _report(recipe_of(small_values(tmp_path), data={"eval_file": str(tmp_path / "train.jsonl")}), result)
+    told = capsys.readouterr()
+    assert told.out.count(PLAIN) == 2 and is_harmless(told.out)
+    assert PLAIN in told.err and is_harmless(told.err)
 
 
 def test_a_check_of_data(console: Console, tmp_path: Path) -> None:

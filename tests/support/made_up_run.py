@@ -41,6 +41,26 @@ def line(step: int) -> dict[str, Any]:
     }
 
 
+def evaluation_line(version: int, accuracy: float | None, **metrics: float) -> dict[str, Any]:
+    """A line of evaluations.jsonl with one set, `test`. Without an accuracy its evaluation failed."""
+    values = {} if accuracy is None else {"mean@1": accuracy, "mean_reward": accuracy, "pass@1": accuracy, **metrics}
+    num_scored = 0 if accuracy is None else 8
+    one = {
+        "num_prompts": 8,
+        "num_samples": 8,
+        "num_scored": num_scored,
+        "num_truncated": 1,
+        "num_no_answer": 0,
+        "unscored": {} if num_scored else {"timeout": 8},
+        "failed": "" if num_scored else "0 of 8 samples have a score, fewer than eval.min_scored = 0.9: 8 timeout",
+        "accuracy": accuracy,
+        "metrics": values,
+        "intervals": {name: [value, value] for name, value in values.items()},
+        "data_sources": {"openai/gsm8k": {"num_prompts": 8, **values}} if values else {},
+    }
+    return {"version": version, "accuracy": accuracy, "mean_reward": accuracy, "sets": {"test": one}}
+
+
 def answered(group: TrajectoryGroup, text: str) -> TrajectoryGroup:
     rows = [replace(row, trajectory=replace(row.trajectory, text=text)) for row in group.scored_rows]
     prompt = replace(group.prompt, messages=({"role": "user", "content": "What is <b>1 + 1</b>?"},))
@@ -56,7 +76,8 @@ def make_run(folder: Path, run_id: str, *, steps: int = 3, redis_url: str = "", 
     (run / "config.json").write_text(dump_recipe(recipe))
     lines = [json.dumps(line(step)) + "\n" for step in range(1, steps + 1)]
     (run / "metrics.jsonl").write_text("".join(lines))
-    (run / "evaluations.jsonl").write_text('{"version": 0, "accuracy": 0.25}\n{"version": 3, "accuracy": 0.75}\n')
+    evaluations = [evaluation_line(0, 0.25), evaluation_line(2, None), evaluation_line(3, 0.75)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations))
     for version in range(1, steps + 1):
         groups = [answered(make_group(index, rewards=[0.5, 0.0, 0.5, 1.0]), ANSWER) for index in range(4)]
         batch = replace(make_batch(groups)[0], policy_version=version)

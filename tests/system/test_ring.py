@@ -6,6 +6,7 @@ import json
 import operator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ from tandem.trainer.batch.record import read_plan, recorded_versions
 from tests.support.whole_run import WholeRun
 
 TOTAL, P, N, S = 6, 4, 4, 2
+SAMPLED = {"every": 2, "samples_per_prompt": 2, "limit": 8, "top_p": 0.9, "scorer": "exact"}
 
 
 @pytest.mark.timeout(240)
@@ -24,6 +26,10 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
         data={"eval_file": str(tmp_path / "few.parquet")},
         rollout={"samples_per_prompt": N, "max_response_tokens": 32},
         trainer={"learning_rate": 1e-3, "evaluate_every": 3, "export_every": 3, "checkpoint_every": 3},
+        eval={
+            "sets": [{"name": "sampled", "file": str(tmp_path / "few.parquet"), **SAMPLED}],
+            "keep_best": "eval/few/mean_reward",
+        },
     )
     pq.write_table(pq.read_table(tmp_path / "data" / "eval.parquet").slice(0, 70), tmp_path / "few.parquet")
     run.finish()
@@ -41,8 +47,7 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     )
 
     evaluations = [json.loads(text) for text in (run.folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [evaluation["version"] for evaluation in evaluations] == [0, 3, 6]
-    assert all(evaluation["num_scored"] == evaluation["num_rows"] == 70 for evaluation in evaluations)
+    check_evaluations(run, evaluations)
 
     summary = run.summary()
     assert (summary["train_steps"], summary["weight_updates"]) == (TOTAL, TOTAL)
@@ -60,3 +65,22 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     spans = [span for _, row in run.trained_rows() for segment in row.trajectory.segments for span in segment.spans]
     assert {span.incarnation for span in spans} == {1}
     assert min(span.policy_version for span in spans) == 0 < max(span.policy_version for span in spans)
+
+
+def check_evaluations(run: WholeRun, evaluations: list[dict[str, Any]]) -> None:
+    sets = [(evaluation["version"], *evaluation["sets"]) for evaluation in evaluations]
+    assert sets == [(0, "few", "sampled"), (2, "sampled"), (3, "few"), (4, "sampled"), (6, "few", "sampled")]
+    for evaluation in evaluations:
+        for name, one in evaluation["sets"].items():
+            assert one["num_scored"] == one["num_samples"] == {"few": 70, "sampled": 16}[name]
+            file = run.folder / "evaluations" / f"{evaluation['version']:06d}" / f"{name}.jsonl"
+            rows = [json.loads(text) for text in file.read_text().splitlines()]
+            assert len(rows) == one["num_samples"]
+            assert one["accuracy"] == pytest.approx(sum(row["correct"] for row in rows) / len(rows))
+    answers = {row["answer"] for row in rows if row["index"] == 0}
+    assert len(answers) == 2, "the samples of a prompt have random numbers of their own"
+
+    rewards = {one["version"]: one["mean_reward"] for one in evaluations if "few" in one["sets"]}
+    (best,) = (run.folder / "best").iterdir()
+    assert best.name == f"{max((3, 6), key=lambda version: rewards[version]):06d}"
+    assert (best / "model.safetensors").exists()

@@ -68,10 +68,13 @@ def test_a_bug_in_the_evaluation_keeps_its_traceback(
 
 def test_bad_input_is_found_before_anything_is_started(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "RedisChild", None)  # the first process it starts
+    file = values["data"]["eval_file"]
     cases: list[tuple[dict[str, Any], type[UserError], str]] = [
         ({"data": {"eval_file": ""}}, ConfigError, "data.eval_file is empty"),
         ({"model": {"path": "models/gone"}}, ModelError, "models/gone: no such folder"),
         ({"reward": {"scorer": "exakt"}}, ScorerError, "did you mean exact"),
+        ({"eval": {"sets": [{"name": "aime", "file": file, "scorer": "exakt"}]}}, ScorerError, "set aime: .*exact"),
+        ({"eval": {"sets": [{"name": "x", "file": file, "scorer": "mine.py:f"}]}}, ScorerError, "set x: .*import path"),
     ]
     for changes, kind, says in cases:
         with pytest.raises(kind, match=says):

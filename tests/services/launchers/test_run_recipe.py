@@ -27,7 +27,7 @@ from tandem.services.control.server import control_server
 from tandem.services.launchers.children import ChildSpec
 from tandem.services.launchers.local import LocalLauncher
 from tandem.services.launchers.process_group import ProcessGroup
-from tandem.services.launchers.supervisor import child_specs
+from tandem.services.launchers.supervisor import child_specs, early_end
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.tokens import Role
 from tandem.services.run.folder import CONFIG_FILE, running
@@ -168,6 +168,14 @@ def test_dropped_groups_and_missing_batches_are_reported(run: Run) -> None:
     assert said.count("warning: a group was dropped (crashed): ValueError: ") == 1, said
     why = "no further group could be scored. Of 6 groups, 4 were trained and 2 dropped (crashed 2)"
     assert f"trained 0 of 3 batches: {why}" in said
+
+
+def test_a_run_that_its_evaluations_end_says_why_and_counts_what_was_trained(tmp_path: Path) -> None:
+    recipe = parse_recipe(small_values(tmp_path))
+    counts = {"admitted": 10, "dropped": 2, "dropped:run_ended": 2}
+    said = early_end(recipe, 2, counts, "eval/test/pass@1 is 0.9 at version 2")
+    why = "eval/test/pass@1 is 0.9 at version 2. Of 10 groups, 4 were trained and 2 dropped (run_ended 2)"
+    assert said == f"trained 2 of 3 batches: {why}"
 
 
 # ---- the supervisor's gRPC service ----

@@ -21,6 +21,7 @@ from tandem.services.config import Recipe
 from tandem.services.metrics import trackers
 from tandem.services.metrics.trackers import Tracker, TrackerThread, open_trackers
 from tandem.services.run.metrics import MetricsLog
+from tests.support.made_up_run import evaluation_line
 from tests.support.run_inputs import recipe_of, small_values
 
 PASSWORD = "open-sesame"
@@ -43,7 +44,7 @@ def write_lines(recipe: Recipe, steps: range, *, after: int = 0) -> None:
     log.rewind(after, after)
     for step in steps:
         log.add({"step": step, "time": 1.0, "reward_mean": step / 10, "weights_digest": "text", "replayed": True})
-    log.add_evaluation({"version": steps[-1], "accuracy": 0.5, "unscored": {}})
+    log.add_evaluation(evaluation_line(steps[-1], 0.5, **{"pass@2": 0.75, "pass^2": 0.25}))
     log.close()
 
 
@@ -79,7 +80,7 @@ def test_wandb_offline_has_the_figures_and_a_resumed_run_goes_on_with_the_same_i
     rows = [row for file in (first, second) for row in wandb_history(wandb_records(file))]
     rewards = [(row["policy_version"], row["reward_mean"]) for row in rows if "reward_mean" in row]
     assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.3), (4, 0.4), (5, 0.5)]
-    assert [row["policy_version"] for row in rows if row.get("evaluation/accuracy") == 0.5] == [3, 5]
+    assert [row["policy_version"] for row in rows if row.get("eval/test/mean@1") == 0.5] == [3, 5]
     assert all("weights_digest" not in row and "replayed" not in row for row in rows)
     text = b"".join(record.SerializeToString() for record in wandb_records(first))
     assert MASK.encode() in text and PASSWORD.encode() not in text
@@ -105,7 +106,8 @@ def test_mlflow_has_the_figures_in_files_and_a_resumed_run_goes_on(tmp_path: Pat
         (4, 0.4),
         (5, 0.5),
     ]
-    assert run.data.metrics["evaluation/accuracy"] == 0.5
+    names = ("mean_at_1", "pass_at_2", "pass_hat_2")
+    assert [run.data.metrics[f"eval/test/{name}"] for name in names] == [0.5, 0.75, 0.25]
     saved = "".join(file.read_text() for file in tmp_path.rglob("config.json"))
     assert MASK in saved and PASSWORD not in saved
 

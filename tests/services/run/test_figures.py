@@ -333,7 +333,7 @@ def test_a_table_has_a_row_for_every_figure() -> None:
 
 def test_figures_of_a_run(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
-    evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 0, "accuracy": 0.5}]
+    evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 4, "accuracy": None}, {"version": 0, "accuracy": 0.5}]
     lines = [
         metrics_line(1),
         metrics_line(2, skipped_steps=0.0),

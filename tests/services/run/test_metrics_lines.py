@@ -16,6 +16,7 @@ from tandem.services.run.metrics import (
     group_figures,
     percentile_99,
 )
+from tests.support.made_up_run import evaluation_line
 from tests.support.training_groups import make_batch, make_group
 
 
@@ -83,7 +84,8 @@ def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> Non
     log = MetricsLog(tmp_path)
     for step in range(1, 6):
         log.add({"step": step})
-        log.add_evaluation({"version": step, "accuracy": 0.1 * step})
+        log.add_evaluation(evaluation_line(step, 0.1 * step))
+        (tmp_path / "evaluations" / f"{step:06d}").mkdir(parents=True)
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "torn')
@@ -91,6 +93,7 @@ def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> Non
     again.rewind(checkpoint_version=2, last_recorded=4)
     assert [entry["step"] for entry in again.lines.read()] == [1, 2]
     assert [entry["version"] for entry in again.evaluations.read()] == [1, 2, 3, 4]
+    assert sorted(folder.name for folder in (tmp_path / "evaluations").iterdir()) == [f"{n:06d}" for n in range(1, 5)]
     assert again.last["step"] == 2
     again.add({"step": 3})
     again.close()

@@ -174,6 +174,7 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
     ("kind", "changes", "says"),
     [
         (DataError, {"data": {"eval_file": "gone/eval.jsonl"}}, ["eval.jsonl", "no such file"]),
+        (DataError, {"eval": {"sets": [{"file": "gone/aime.jsonl"}]}}, ["aime.jsonl", "no such file"]),
         (EnvironmentLackError, {"rollout": {"port": 65535, "num_replicas": 2}}, ["rollout.port"]),
         (
             ConfigError,

@@ -1,0 +1,47 @@
+"""The best version of a run by a metric of its evaluations, and whether the run has trained long enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tandem.services.config.eval_sets import EvalConfig
+from tandem.services.run.json_files import Line
+from tandem.services.run.metrics import evaluation_figures
+from tandem.trainer.checkpoints.durable import remove_folder
+
+BEST_FOLDER = "best"
+
+
+def values_by_version(evaluations: Iterable[Line], metric: str) -> dict[int, float]:
+    """The metric of every trained version that has it, in the order of the versions."""
+    figures = ((int(line["version"]), evaluation_figures(line)) for line in evaluations)
+    found = {version: values[metric] for version, values in figures if metric in values}
+    return {version: found[version] for version in sorted(found) if version > 0}
+
+
+def best_version(values: Mapping[int, float]) -> int | None:
+    """The version with the highest value, the first one of equal ones; None without a value."""
+    return max(values, key=lambda version: (values[version], -version)) if values else None
+
+
+def reason_to_stop(evaluations: Iterable[Line], config: EvalConfig) -> str:
+    """Why the run should have ended at one of its evaluations, by `stop_at` and `patience`; "" if it should go on."""
+    best, since = -math.inf, 0
+    for version, value in values_by_version(evaluations, config.keep_best).items():
+        best, since = (value, 0) if value > best else (best, since + 1)
+        if config.stop_at is not None and value >= config.stop_at:
+            return f"{config.keep_best} is {value:.4f} at version {version} (eval.stop_at = {config.stop_at:g})"
+        if config.patience and since >= config.patience:
+            told = f"{since} evaluations up to version {version} have no better {config.keep_best} than {best:.4f}"
+            return f"{told} (eval.patience = {config.patience})"
+    return ""
+
+
+def remove_others(folder: Path, best: int | None) -> None:
+    """Removes the exports of all versions but the best from the run folder. Raises OSError."""
+    for export in sorted((folder / BEST_FOLDER).glob("[0-9]*")):
+        version = export.name.partition("-")[0]  # adapters have a folder of their own
+        if version.isdigit() and int(version) != best and "." not in export.name:
+            remove_folder(export)

@@ -1,0 +1,71 @@
+"""Evaluation sets in a recipe: what is derived, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError
+from tandem.services.config import Recipe, dump_recipe, parse_recipe
+from tandem.services.config.recipe import load_resolved
+
+
+def recipe(*sets: dict[str, Any], eval_file: str = "data/gsm8k/test.parquet", **sections: Any) -> Recipe:
+    data = {"train_file": "train.jsonl", "eval_file": eval_file}
+    values = {"run": {"run_id": "r"}, "model": {"path": "m"}, "data": data, "eval": {"sets": sets}, **sections}
+    return parse_recipe(values)
+
+
+def test_the_evaluation_file_is_the_first_set_with_one_greedy_answer() -> None:
+    first, second = recipe(
+        {"file": "AIME 24.jsonl", "samples_per_prompt": 4, "every": 7},
+        trainer={"evaluate_every": 5},
+        rollout={"temperature": 0.8, "max_response_tokens": 64},
+    ).eval_sets
+    assert (first.name, first.file, first.every, first.samples_per_prompt) == ("test", "data/gsm8k/test.parquet", 5, 1)
+    assert (first.temperature, first.top_p, first.max_response_tokens) == (0.0, 1.0, 64)
+    assert (second.name, second.every, second.temperature, second.max_response_tokens) == ("AIME_24", 7, 0.8, 64)
+    assert recipe(eval_file="").eval_sets == ()
+
+
+def test_the_best_version_is_chosen_by_a_metric_that_exists() -> None:
+    for metric in ("eval/test/pass@1", "eval/many/maj@4", "eval/many/best@2", "eval/test/mean_reward"):
+        data = {"train_file": "t", "eval_file": "data/test.parquet"}
+        section = {"sets": [{"name": "many", "file": "a", "samples_per_prompt": 4}], "keep_best": metric, "patience": 2}
+        one = parse_recipe({"run": {"run_id": "r"}, "model": {"path": "m"}, "data": data, "eval": section})
+        assert one.eval.best_set == metric.split("/")[1]
+    cases = {
+        "eval/many/pas@4": "there is no metric eval/many/pas@4; did you mean eval/many/pass@4?; there are ",
+        "eval/test/pass@4": "there is no metric eval/test/pass@4",
+        "accuracy": "there is no metric accuracy",
+    }
+    for metric, says in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(f"eval.keep_best: {says}")):
+            parse_recipe({**one.model_dump(), "eval": {**section, "keep_best": metric}})
+    with pytest.raises(ConfigError, match="stop_at and patience need a metric; set keep_best"):
+        parse_recipe({**one.model_dump(), "eval": {"stop_at": 0.5}})
+
+
+def test_a_resolved_recipe_has_the_same_sets(tmp_path: Any) -> None:
+    one = recipe({"file": "aime.jsonl", "scorer": "exact"}, {"name": "long", "file": "aime.jsonl", "limit": 3})
+    (tmp_path / "config.json").write_text(dump_recipe(one))
+    assert load_resolved(tmp_path / "config.json") == one
+
+
+@pytest.mark.parametrize(
+    ("one", "says"),
+    [
+        ({"file": "other/test.jsonl"}, "2 evaluation sets have the name test; give each its own `name`"),
+        ({"limit": 3}, "eval.sets[0].file is missing"),
+        ({"file": "a", "temperature": 0, "samples_per_prompt": 2}, "set a: samples_per_prompt 2 with temperature 0"),
+        ({"file": "a", "max_response_tokens": 10_000}, "set a: max_response_tokens 10000 is more than"),
+        ({"file": "a", "name": "../up"}, "eval.sets[0].name"),
+        ({"file": "a", "evry": 3}, "unknown key eval.sets[0].evry; did you mean eval.sets[0].every?"),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_refused_with_one_line(one: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(one)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
