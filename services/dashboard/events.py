@@ -52,7 +52,7 @@ class Events:
         times = {line["step"]: line["time"] for line in self._figures.lines}
         begin = min(times.values(), default=0.0)
         for line in self._figures.evaluations:
-            for name, one in line["sets"].items():
+            for name, one in line.get("sets", {}).items():
                 told = one["failed"] or f"accuracy {100 * one['accuracy']:.1f} %"
                 text = f"version {line['version']}: {name}: {told}"
                 yield Event(times.get(line["version"], begin), "evaluation", text)

@@ -97,7 +97,7 @@ def evaluation_figures(line: Line) -> dict[str, float]:
     set with several sources.
     """
     figures: dict[str, float] = {}
-    for name, one in line["sets"].items():
+    for name, one in line.get("sets", {}).items():
         counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")}
         figures |= {f"eval/{name}/{key}": value for key, value in {**counts, **one["metrics"]}.items()}
         if len(one["data_sources"]) > 1:

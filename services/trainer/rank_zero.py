@@ -240,7 +240,7 @@ class RankZero:
     def lacks_evaluation(self, version: int, name: str) -> bool:
         """Whether the version was not evaluated on the set of this name, or in vain."""
         lines = [line for line in self._metrics.evaluations.read() if line["version"] == version]
-        return all(line["sets"][name]["failed"] for line in lines if name in line["sets"])
+        return all(line["sets"][name]["failed"] for line in lines if name in line.get("sets", {}))
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
         """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
