@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
 
@@ -44,11 +47,11 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
     schedule = scheduler.schedule
 
     @functools.wraps(schedule)
-    def share(*arguments: Any, **named: Any) -> SchedulerOutput:
+    def share(throttle_prefills: bool = False) -> SchedulerOutput:
         for request in followers(scheduler.waiting, longest):
             request.num_computed_tokens = request.num_prompt_tokens - 1
         try:
-            return schedule(*arguments, **named)
+            return schedule(throttle_prefills)
         finally:
             for request in scheduler.waiting:  # the rows with their prompt have started, so the next one computes it
                 request.num_computed_tokens = 0
@@ -72,7 +75,7 @@ def followers(waiting: Iterable[Request], longest: int) -> list[Request]:
 
 def copy_prompts(worker: WorkerBase) -> None:
     """Makes the worker write the keys and values of a prompt to the blocks of all rows that start with it."""
-    runner: Any = worker.model_runner
+    runner = cast("GPUModelRunner", worker.model_runner)
     if not (longest := _longest_shared(worker.vllm_config, runner.kv_cache_config)):
         return
     copies: list[torch.Tensor] = []
@@ -80,8 +83,8 @@ def copy_prompts(worker: WorkerBase) -> None:
     prepare_inputs = runner._prepare_inputs
 
     @functools.wraps(prepare_inputs)
-    def prepare(scheduler_output: SchedulerOutput, *arguments: Any) -> object:
-        prepared = prepare_inputs(scheduler_output, *arguments)
+    def prepare(scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int64]) -> object:
+        prepared = prepare_inputs(scheduler_output, num_scheduled_tokens)
         starts = dict(zip(runner.input_batch.req_ids, runner.query_start_loc.np.tolist(), strict=False))
         sources, slots = copied_tokens(scheduler_output.scheduled_new_reqs, starts, longest)
         copies[:] = [torch.tensor(sources), torch.tensor(slots)] if sources else []

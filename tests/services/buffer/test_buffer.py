@@ -56,24 +56,6 @@ def test_a_run_that_was_never_created_is_an_error(redis_url: str) -> None:
         Buffer(redis_url, "nobody").admit([("0-0", b"")], 1)
 
 
-def test_credits_that_return_leave_one_signal_for_the_feed(buffer: Buffer) -> None:
-    signal = buffer.connection.key("signal:credits")
-    ring.offer(buffer, 4)
-    for _ in range(2):
-        (claimed,) = ring.claim(buffer, "prompts")
-        assert buffer.release(claimed, "crashed", "data") == "dropped"
-        assert buffer.connection.redis.llen(signal) == 1
-    buffer.connection.wait_for_signal("signal:credits", 5.0)
-    assert buffer.connection.redis.llen(signal) == 0
-    ring.move(buffer, "prompts", 2)
-    ring.move(buffer, "generated", 2)
-    incarnation, version = buffer.begin_incarnation(), buffer.published_version() + 1
-    ring.train(buffer, incarnation, version, 2)
-    assert buffer.connection.redis.llen(signal) == 0, "a credit returns with the publication"
-    buffer.publish(incarnation, version, [])
-    assert buffer.connection.redis.llen(signal) == 1
-
-
 def test_an_instance_is_admitted_once(buffer: Buffer) -> None:
     ring.offer(buffer, 2)
     with pytest.raises(DataError, match="0-1 was admitted before"):
