@@ -30,10 +30,8 @@ from tandem.services.service_info import ServiceInfo
 log = logging.getLogger(__name__)
 
 _CHUNK_GROUPS = 64  # per admission, so that no call to Redis is large
-_SHORTEST_POLL_SECONDS = 0.005
-_LONGEST_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.25  # the longest delay of a stop, and of what sends no signal
 _MAX_LOGGED_FAULTS = 20
-_IDLE_POLL_SECONDS = 0.25  # when exhausted, to replace dropped groups
 
 
 @lru_cache(maxsize=1)
@@ -153,18 +151,15 @@ class Feed:
 
     def run(self, stop: threading.Event) -> None:
         """Admits groups until told to stop. When exhausted, it keeps running to replace groups dropped later."""
-        poll = _SHORTEST_POLL_SECONDS
         while not stop.is_set():
             admission = self._buffer.admission()
             if self._admit(admission):
-                poll = _SHORTEST_POLL_SECONDS
                 continue
             started = time.monotonic()
             if admission.wanted > 0:
                 self._stream.prepare(_CHUNK_GROUPS)  # for when credits return
-            stop.wait(_IDLE_POLL_SECONDS if self._exhausted else poll)
+            self._buffer.connection.wait_for_signal("signal:credits", _POLL_SECONDS)
             self.waiting_seconds += time.monotonic() - started
-            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
 
     def _admit(self, admission: Admission) -> bool:
         """Admits as many groups as possible now. Returns False if it has to wait."""

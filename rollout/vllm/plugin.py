@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.rollout.sampler import TransferProgress, is_received
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import name_shared_memory
+from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -179,6 +180,7 @@ def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
             init(core, *args, **kwargs)
         finally:
             gc.enable()
+        schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
 
     return start
 

@@ -16,6 +16,7 @@ from tandem.rollout.base_weights import checkpoint_shapes, local_folder
 from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.vllm.replaced_modules import can_be_replaced, load_beside, replace
 from tandem.rollout.vllm.resumed_requests import continue_random_numbers
+from tandem.rollout.vllm.shared_prompts import copy_prompts
 from tandem.rollout.weight_receiver import StagedReceiver
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def _receiver_of(worker: WorkerBase) -> StagedReceiver:
         )
         worker._tandem_receiver = receiver
         continue_random_numbers(worker)  # here, for a sampler's first call reaches every worker before its requests do
+        copy_prompts(worker)
     return receiver
 
 

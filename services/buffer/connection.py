@@ -217,8 +217,11 @@ class Connection:
             left = deadline - time.monotonic()
             if claimed or left <= 0:
                 return claimed
-            seconds = max(0.01, min(left, _POLL_SECONDS))
-            self.retried(lambda: self.redis.blpop([self.key(signal)], timeout=seconds))  # noqa: B023
+            self.wait_for_signal(signal, max(0.01, min(left, _POLL_SECONDS)))
+
+    def wait_for_signal(self, signal: str, timeout_seconds: float) -> None:
+        """Takes a token of the signal list. Returns without one at the timeout."""
+        self.retried(lambda: self.redis.blpop([self.key(signal)], timeout=timeout_seconds))
 
     def _check_files(self) -> None:
         """Raises ConfigError if a file of TLS is missing: redis-py reports the server as missing."""

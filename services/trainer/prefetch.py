@@ -13,7 +13,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.process import in_thread
 from tandem.services.trainer.batch_source import BatchSource
-from tandem.trainer.batch.record import batch_to_json, write_record
+from tandem.trainer.batch.record import write_record
 
 _POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 30.0
@@ -94,5 +94,5 @@ class Prefetch:
         self._buffer.check_incarnation(self._incarnation)
         if self._closed.is_set():
             return None
-        write_record(self._recipe.folder, batch, payloads)
-        return RecordedBatch(batch, batch_to_json(batch), groups, self._source.take_rejections())
+        as_json = write_record(self._recipe.folder, batch, payloads)
+        return RecordedBatch(batch, as_json, groups, self._source.take_rejections())

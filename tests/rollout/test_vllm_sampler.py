@@ -1,4 +1,4 @@
-"""Tests specific to the vLLM engine: an engine process that dies, and tensor-parallel workers."""
+"""Tests specific to the vLLM engine: shared prompts, an engine process that dies, tensor-parallel workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from tandem.protos.errors import UnavailableError
 from tandem.protos.types import SamplingParameters
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, remove_leftovers
+from tandem.rollout.vllm import shared_prompts
 from tandem.rollout.vllm.launch import cache_block_tokens
 from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
@@ -32,18 +35,32 @@ def test_blocks_of_the_cache_are_no_longer_than_short_sequences() -> None:
     assert [cache_block_tokens(length) for length in (97, 128, 4096)] == [None] * 3, "vLLM's own blocks of 128 fit"
 
 
-def note_modules_at_forks(file: Path) -> None:
-    """Writes the names of the modules that are loaded when this process forks."""
-    os.register_at_fork(before=lambda: file.write_text(" ".join(name for name, one in sys.modules.items() if one)))
+def note_modules_and_copies(modules: Path, copies: Path) -> None:
+    """Writes the names of the modules that are loaded when this process forks, and for each step of the engine how many
+    tokens of prompts one row computed for another one.
+    """
+    os.register_at_fork(before=lambda: modules.write_text(" ".join(name for name, one in sys.modules.items() if one)))
+    copied_tokens = shared_prompts.copied_tokens
+
+    def noted(*arguments: Any) -> tuple[list[int], list[int]]:
+        sources, slots = copied_tokens(*arguments)
+        with copies.open("a") as opened:
+            opened.write(f"{len(sources)}\n")
+        return sources, slots
+
+    shared_prompts.copied_tokens = noted
 
 
 @pytest.mark.system
-def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> None:
+def test_rows_share_a_prompt_and_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> None:
     folder, forked_with = build_tiny_model(tmp_path / "model", hidden=64), tmp_path / "modules"
+    copies = tmp_path / "copies"
     arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)
-    with EngineProcess(arguments, partial(note_modules_at_forks, forked_with)) as engine:
+    with EngineProcess(arguments, partial(note_modules_and_copies, forked_with, copies)) as engine:
         modules = forked_with.read_text().split()
         assert "vllm.v1.worker.cpu_worker" in modules and "ray" not in modules, "forks import slowly"
+        engine.call("sample", PROMPT, 4, SamplingParameters(max_tokens=2))
+        assert copies.read_text().split()[0] == str(3 * (len(PROMPT) - 1)), "all rows compute the last token"
         running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
         os.kill(engine.engine_pid, signal.SIGKILL)
         with pytest.raises(UnavailableError):
@@ -53,6 +70,36 @@ def test_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> No
             engine.call("check")
         with pytest.raises(UnavailableError):
             engine.call("sample", PROMPT, 1, SamplingParameters())
+
+
+def waiting(name: str, prompt: list[int], sampled: int = 0) -> Any:
+    """A request that vLLM's scheduler has not begun, or preempted."""
+    return SimpleNamespace(request_id=name, prompt_token_ids=prompt, num_output_tokens=sampled)
+
+
+def test_only_rows_just_behind_one_with_their_prompt_follow_it() -> None:
+    long = [5] * 9
+    rows = [waiting("a", [1, 2]), waiting("b", [1, 2]), waiting("c", [1, 2], 3), waiting("d", [1, 2])]
+    rows += [waiting("e", [1, 2]), waiting("f", [3]), waiting("g", [3]), waiting("h", long), waiting("i", long)]
+    found = [row.request_id for row in shared_prompts.followers(rows, longest=8)]
+    assert found == ["b", "e"], "not behind a preempted row, nor with prompts of one token or of more than a block"
+
+
+def started(name: str, prompt: list[int], block: int, computed: int = 0) -> Any:
+    """What vLLM's worker is told of a row that starts."""
+    return SimpleNamespace(
+        req_id=name, prompt_token_ids=prompt, num_computed_tokens=computed, block_ids=([block, block + 1],)
+    )
+
+
+def test_tokens_of_a_prompt_are_copied_to_the_blocks_of_the_rows_that_follow() -> None:
+    long, prompt = list(range(10)), [1, 2, 3]
+    rows = [started("a", long, 0, computed=8), started("b", prompt, 3), started("c", prompt, 5, computed=2)]
+    rows += [started("d", prompt, 7, computed=2), started("e", [1, 2], 9)]
+    starts = {"a": 4, "b": 6, "c": 9, "d": 10, "e": 11}
+    assert shared_prompts.copied_tokens(rows, starts, block_size=8) == ([6, 7, 6, 7], [40, 41, 56, 57])
+    with pytest.raises(AssertionError):
+        shared_prompts.copied_tokens([started("e", [1, 2], 9), started("c", prompt, 5, computed=2)], starts, 8)
 
 
 def keep_modules() -> None:

@@ -49,10 +49,10 @@ def record_folder(run_folder: Path, version: int) -> Path:
     return Path(run_folder) / BATCHES_FOLDER / f"{version:06d}"
 
 
-def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-    """Writes the record atomically and returns once it is on disk. Raises LedgerError if this version is already
-    recorded, by this trainer or by one that runs beside it; DataError if a payload is missing or cannot be read;
-    EnvironmentLackError if the disk is full.
+def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> dict[str, object]:
+    """Writes the record atomically. Returns the batch as a JSON value once it is on disk. Raises LedgerError if this
+    version is already recorded, by this trainer or by one that runs beside it; DataError if a payload is missing or
+    cannot be read; EnvironmentLackError if the disk is full.
     """
     folder = record_folder(run_folder, batch.policy_version)
     exists = LedgerError(f"{folder} exists: version {batch.policy_version} was trained on another batch")
@@ -65,12 +65,14 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _FILE_SCHEMA) as writer:
         writer.write_table(table)
+    plan = batch_to_json(batch)
     try:
         with atomic_folder(folder, writer=str(batch.incarnation), replaces=False) as begun:
             (begun / GROUPS_FILE).write_bytes(sink.getvalue())
-            (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
+            (begun / PLAN_FILE).write_text(json.dumps(plan) + "\n", encoding="utf-8")
     except FileExistsError:
         raise exists from None
+    return plan
 
 
 def write_advantages(run_folder: Path, version: int, advantages: Mapping[tuple[str, int], float]) -> None:

@@ -2,6 +2,7 @@
 -- outstanding, the size of a set, equals admitted - retired + restored. These three only grow.
 
 local OUTSTANDING = PREFIX .. 'outstanding'
+local CREDITS_SIGNAL = PREFIX .. 'signal:credits' -- one token at most
 local limiter = {}
 
 function limiter.free()
@@ -20,9 +21,11 @@ function limiter.admit(id)
   count('admitted')
 end
 
--- Publication and a drop both return the credit, and both count as retired.
+-- Publication and a drop both return the credit, and both count as retired. The feed waits for the signal.
 function limiter.retire(id)
-  if redis.call('SREM', OUTSTANDING, id) == 1 then count('retired') end
+  if redis.call('SREM', OUTSTANDING, id) == 0 then return end
+  count('retired')
+  if redis.call('EXISTS', CREDITS_SIGNAL) == 0 then redis.call('RPUSH', CREDITS_SIGNAL, '1') end
 end
 
 function limiter.restore(id)

@@ -189,6 +189,23 @@ def test_more_prompts_than_fit_into_one_step_and_the_cache(engine: EngineProcess
     assert together == [sampled(row) for (row,) in alone]
 
 
+def test_rows_of_groups_that_do_not_fit_into_the_cache_are_those_sampled_alone(
+    engine: EngineProcess, model: Qwen2ForCausalLM
+) -> None:
+    prompts = [[10 + (7 * number + place) % 80 for place in range(2 + 20 * number)] for number in range(7)]
+    few = SamplingParameters(max_tokens=8)
+    crowd = [engine.submit("sample", prompt, 8, few, key=str(number)) for number, prompt in enumerate(prompts)]
+    together = [future.result(60) for future in crowd]
+    for number, (prompt, rows) in enumerate(zip(prompts, together, strict=True)):
+        alone = engine.call("sample_one", prompt, few, trajectory_id=5, key=str(number))
+        assert sampled(alone) == sampled(rows[5])
+        for row in rows:
+            (segment,) = row.segments
+            expected = logits(model, row).log_softmax(-1)[len(prompt) - 1 :]
+            chosen = expected.gather(1, torch.tensor(sampled(row))[:, None])[:, 0].numpy()
+            assert np.abs(chosen - segment.behavior_logprobs[len(prompt) :]).mean() <= 1e-5
+
+
 def test_an_answer_ends_at_the_models_maximum_length(engine: EngineProcess) -> None:
     long_prompt = [10 + number % 80 for number in range(MAX_TOKENS - 5)]
     for row in sample(engine, 4, long_prompt, max_tokens=100):

@@ -1,4 +1,4 @@
-"""The limiter: the budget holds, and a run never deadlocks. test_buffer_model.py compares it with its Python twin."""
+"""The limiter: budget, no deadlock, the feed's signal. test_buffer_model.py compares it with its Python twin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tandem.services.buffer.buffer import Buffer
 from tests.support import redis_ring as ring
 from tests.support.ledger_model import Limiter
 
@@ -59,3 +60,21 @@ def test_a_run_never_gets_stuck(
     assert (counts["admitted"], counts["dropped"], counts["outstanding"]) == (twin.admitted, twin.dropped, 0)
     assert buffer.verify() == []
     buffer.close()
+
+
+def test_credits_that_return_leave_one_signal_for_the_feed(buffer: Buffer) -> None:
+    signal = buffer.connection.key("signal:credits")
+    ring.offer(buffer, 4)
+    for _ in range(2):
+        (claimed,) = ring.claim(buffer, "prompts")
+        assert buffer.release(claimed, "crashed", "data") == "dropped"
+        assert buffer.connection.redis.llen(signal) == 1
+    buffer.connection.wait_for_signal("signal:credits", 5.0)
+    assert buffer.connection.redis.llen(signal) == 0
+    ring.move(buffer, "prompts", 2)
+    ring.move(buffer, "generated", 2)
+    incarnation, version = buffer.begin_incarnation(), buffer.published_version() + 1
+    ring.train(buffer, incarnation, version, 2)
+    assert buffer.connection.redis.llen(signal) == 0, "a credit returns with the publication"
+    buffer.publish(incarnation, version, [])
+    assert buffer.connection.redis.llen(signal) == 1
