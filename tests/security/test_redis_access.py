@@ -35,7 +35,8 @@ from tests.support.locked_redis import ACL_FILE, LockedRedis, locked_redis, tls_
 from tests.support.paths import ROOT
 
 PASSWORD = "a/p@ss:w?rd#%& of the test"
-COMMANDS = {"delete": {"del"}, "register_script": {"evalsha", "script|load"}, "close": set(), "config_get": set()}
+COMMANDS = {"delete": {"del"}, "register_script": {"evalsha", "script|load"}, "config_get": set()}
+COMMANDS |= dict.fromkeys(("close", "pipeline", "execute"), set())
 """Of methods of redis-py that are not named after their command. Tandem does without `config_get` if it is refused."""
 
 
@@ -71,11 +72,15 @@ def of_method(name: str) -> set[str]:
 
 
 def called_from_python() -> set[str]:
-    """The commands that the services call by methods of `redis` or `….redis`, and `select`, which the URL causes."""
+    """The commands that the services call by methods of `redis`, `….redis` or a pipeline, and `select`, which the URL
+    causes.
+    """
     called = {"select"}
     for file in (ROOT / "services").rglob("*.py"):
         used = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
-        methods = [node.attr for node in used if re.search(r"\b_?redis$", ast.unparse(node.value))]
+        methods = [
+            node.attr for node in used if re.search(r"(\b_?redis|^pipeline|^Pipeline)$", ast.unparse(node.value))
+        ]
         called |= {command for name in methods if hasattr(redis.Redis, name) for command in of_method(name)}
     return called
 
