@@ -36,7 +36,7 @@ from tests.support.paths import ROOT
 
 PASSWORD = "a/p@ss:w?rd#%& of the test"
 COMMANDS = {"delete": {"del"}, "register_script": {"evalsha", "script|load"}, "config_get": set()}
-COMMANDS |= dict.fromkeys(("close", "pipeline", "execute"), set())
+COMMANDS |= {name: set() for name in ("close", "pipeline", "execute")}
 """Of methods of redis-py that are not named after their command. Tandem does without `config_get` if it is refused."""
 
 
