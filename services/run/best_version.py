@@ -8,10 +8,23 @@ from pathlib import Path
 
 from tandem.services.config.eval_sets import EvalConfig
 from tandem.services.run.json_files import Line
-from tandem.services.run.metrics import evaluation_figures
 from tandem.trainer.checkpoints.durable import remove_folder
 
 BEST_FOLDER = "best"
+
+
+def evaluation_figures(line: Line) -> dict[str, float]:
+    """The figures of a line of evaluations.jsonl: `eval/<set>/<metric>`, and `eval/<set>/<data_source>/<metric>` for a
+    set with several sources.
+    """
+    figures: dict[str, float] = {}
+    for name, one in line.get("sets", {}).items():
+        counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")}
+        figures |= {f"eval/{name}/{key}": value for key, value in {**counts, **one["metrics"]}.items()}
+        if len(one["data_sources"]) > 1:
+            for source, metrics in one["data_sources"].items():
+                figures |= {f"eval/{name}/{source or 'no_source'}/{key}": value for key, value in metrics.items()}
+    return figures
 
 
 def values_by_version(evaluations: Iterable[Line], metric: str) -> dict[int, float]:

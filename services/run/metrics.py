@@ -21,6 +21,7 @@ from tandem.protos.contracts import is_fault
 from tandem.protos.types import RowHeader, TrainBatch, TrajectoryGroup, scored_trajectories
 from tandem.services.config import Recipe
 from tandem.services.metrics.trackers import TrackerThread
+from tandem.services.run.best_version import evaluation_figures
 from tandem.services.run.folder import SUMMARY_FILE, write_text
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, METRICS_FILE, JsonLines, Line
 
@@ -90,20 +91,6 @@ class MetricsLog:
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         for tracker in self._trackers:
             tracker.add(step, figures)
-
-
-def evaluation_figures(line: Line) -> dict[str, float]:
-    """The figures of a line of evaluations.jsonl: `eval/<set>/<metric>`, and `eval/<set>/<data_source>/<metric>` for a
-    set with several sources.
-    """
-    figures: dict[str, float] = {}
-    for name, one in line.get("sets", {}).items():
-        counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")}
-        figures |= {f"eval/{name}/{key}": value for key, value in {**counts, **one["metrics"]}.items()}
-        if len(one["data_sources"]) > 1:
-            for source, metrics in one["data_sources"].items():
-                figures |= {f"eval/{name}/{source or 'no_source'}/{key}": value for key, value in metrics.items()}
-    return figures
 
 
 class PhaseClock:

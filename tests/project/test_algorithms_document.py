@@ -23,6 +23,7 @@ from tests.support.paths import ROOT
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 MEASURED = "## What is proven, and what is measured"
 PAPER = re.compile(r"arXiv[: ]*(\d{4}\.\d{5})")
+EVALUATION = ROOT / "trainer" / "sample_metrics.py"  # its papers are on a page of their own
 
 Row = list[str]
 
@@ -130,10 +131,13 @@ def test_the_table_of_presets_agrees_with_their_options() -> None:
 
 
 def test_the_page_links_every_paper_that_the_code_names() -> None:
-    papers = {paper for file in (ROOT / "trainer").rglob("*.py") for paper in PAPER.findall(file.read_text("utf-8"))}
+    files = (file for file in (ROOT / "trainer").rglob("*.py") if file != EVALUATION)
+    papers = {paper for file in files for paper in PAPER.findall(file.read_text("utf-8"))}
     links = dict(re.findall(r"^\[(\d{4}\.\d{5})\]: (\S+)$", PAGE, flags=re.M))
     assert papers == set(links) == set(re.findall(r"\[(\d{4}\.\d{5})\](?!:)", PAGE))
     assert all(link == f"https://arxiv.org/abs/{paper}" for paper, link in links.items())
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
+    assert set(PAPER.findall(EVALUATION.read_text("utf-8"))) == set(re.findall(r"arxiv.org/abs/(\d{4}\.\d{5})", page))
 
 
 def test_the_accepted_names_of_other_trainers_are_listed() -> None:

@@ -10,9 +10,9 @@ import pytest
 from tests.support.whole_run import WholeRun
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
-@pytest.mark.timeout(240)
 def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
     run = WholeRun(
         tmp_path,
