@@ -25,21 +25,24 @@ HUB_TOKENS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 """With which libraries log in at Hugging Face's hub."""
 
 
-def child_environment(declared: Iterable[str] = ()) -> dict[str, str]:
+def child_environment(declared: Iterable[str] = (), key: str = "reward.environment") -> dict[str, str]:
     """The variables of this process that a process with users' functions gets: listed ones without a secret in name or
-    value, and the `declared` ones. Raises ConfigError for a declared one that is not set.
+    value, and those that the recipe declares by `key`. Raises ConfigError for a declared one that is not set.
     """
     passed = {name: value for name, value in os.environ.items() if _is_harmless(name, value)}
     for name in declared:
         if not _NAME.fullmatch(name) or name not in os.environ:
-            raise ConfigError(f"reward.environment: the environment variable {name!r:.80} is not set")
+            raise ConfigError(f"{key}: the environment variable {name!r:.80} is not set")
         passed[name] = os.environ[name]
     return passed
 
 
-def drop_secrets() -> None:
-    """Removes the secrets but the hub's from this process's variables, so that no process it starts gets them."""
-    for name in [name for name in os.environ if name == _REDIS or (is_secret_name(name) and name not in HUB_TOKENS)]:
+def drop_secrets(kept: Iterable[str] = ()) -> None:
+    """Removes the secrets but the hub's and the `kept` ones from this process's variables, so that no process it starts
+    gets them.
+    """
+    spared = HUB_TOKENS.union(kept)
+    for name in [name for name in os.environ if name == _REDIS or (is_secret_name(name) and name not in spared)]:
         del os.environ[name]
 
 

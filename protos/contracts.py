@@ -119,7 +119,8 @@ class Environment(Protocol):
 
         Args:
             deadline: Unix time in seconds by which the result must be there.
-            idempotency_key: the same for every attempt at this step; a repeated step must not act twice.
+            idempotency_key: names this step of this attempt at the episode; the environment's server may use it to
+                carry out a request once that it gets twice.
         """
         ...
 

@@ -23,8 +23,8 @@ class EnvironmentConfig(Options):
     (docs/security.md), e.g. the key of an API.
     """
     num_processes: Annotated[int, Field(ge=1)] = 1
-    """Processes of each sampler that run environments. One that blocks delays or, past step_seconds, restarts the
-    others of its process.
+    """Processes of each sampler that run environments. One that blocks delays the others
+    of its process or, past step_seconds, makes them start again.
     """
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Turns of the policy; an episode that has not ended by then is cut off."""
@@ -35,4 +35,4 @@ class EnvironmentConfig(Options):
     step_seconds: Annotated[float, Field(gt=0.0)] = 30.0
     """Longest time for the start of an episode or one step."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Attempts at an episode whose environment raises, hangs or dies; after that it has no reward."""
+    """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -22,6 +25,9 @@ from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import first_tokens, unsampled, with_given
 
 log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.5  # before another attempt: the environment's server may be away for a moment
+_LONGEST_PAUSE_SECONDS = 10.0
 
 Stop = Literal["terminated", "truncated", "turns", "length"]
 """Why an episode ended: the environment said so (twice), `max_turns`, or no token was left."""
@@ -45,6 +51,7 @@ class _Episode:
     `rewards`: (index of a turn's last token, what the turn earned).
     """
 
+    episode_id: str
     history: Segment
     messages: list[Message]
     num_given: int = field(init=False)
@@ -79,23 +86,22 @@ class EpisodeSampler:
         self._seed = seed
 
     async def sample(self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
-        """One trajectory. Its finish reason is "error", and it has no sampled token, if every attempt failed because
-        of the environment.
+        """One trajectory.
 
-        Raises DataError if the prompt cannot be used, UnavailableError once the engine has ended.
+        Raises EpisodeError if every attempt failed because of the environment, DataError if the prompt cannot be used,
+        UnavailableError once the engine has ended.
         """
-        episode_id = f"{prompt.group_id}/{trajectory_id}"
-        for attempt in range(1, self._config.max_attempts + 1):
+        name = f"{prompt.group_id}/{trajectory_id}"
+        for attempt in itertools.count(1):
             try:
-                return await self._attempt(prompt, sampling, trajectory_id, episode_id)
+                return await self._attempt(prompt, sampling, trajectory_id, f"{name}/{uuid.uuid4().hex}")
             except EpisodeError as error:
-                words = (episode_id, attempt, self._config.max_attempts, error)
+                words = (name, attempt, self._config.max_attempts, error)
                 log.warning("episode %s, attempt %d of %d: %s", *words, extra={"group": prompt.group_id})
-                fault = str(error)
-        nothing = unsampled(np.asarray(prompt.token_ids, np.int32))
-        return Trajectory(
-            trajectory_id, "policy", (nothing,), "error", "", sampling, metadata={"environment_error": fault}
-        )
+                if attempt == self._config.max_attempts:
+                    raise
+            await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS))
+        raise AssertionError("an attempt succeeds or raises")
 
     async def _attempt(
         self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int, episode_id: str
@@ -115,7 +121,7 @@ class EpisodeSampler:
         observation = await environment.reset(_task(prompt), seed=seed, episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
         history = unsampled(self._encoder.encode(messages) if observation.messages else prompt.token_ids)
-        return _Episode(history, messages)
+        return _Episode(episode_id, history, messages)
 
     async def _play(
         self,
@@ -144,7 +150,7 @@ class EpisodeSampler:
             result = await environment.step(
                 action,
                 deadline=time.time() + self._config.step_seconds,
-                idempotency_key=f"{prompt.group_id}/{trajectory_id}/{turn}",
+                idempotency_key=f"{episode.episode_id}/{turn}",
             )
             episode.messages += result.messages
             episode.info = result.info

@@ -17,13 +17,14 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import TextIO
 
 from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
 
 _MAX_DETAIL = 500
-_MAX_LINE_BYTES = 16 << 20
+_MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
 
 
 class ContractError(Exception):
@@ -88,7 +89,7 @@ class _Episodes:
 def _step_fields(result: StepResult) -> JsonObject:
     messages = _messages(result, StepResult)
     reward, ended = result.reward, result.terminated or result.truncated
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise ContractError(f"step returned the reward {reward!r:.80}, which is no finite number")
     if not messages and not ended:
         raise ContractError("step returned no messages although the episode goes on")
@@ -110,7 +111,7 @@ async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> No
     try:
         line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
         if len(line) > _MAX_LINE_BYTES:
-            raise ContractError(f"{message['do']} returned more than {_MAX_LINE_BYTES >> 20} MiB")
+            raise ContractError(f"{message['do']} returned more than {_MAX_LINE_BYTES >> 10} KiB")
     except Exception as error:  # user code: its episode fails, no other
         line = json.dumps({"call": message["call"], "error": _described(error)})
     reply.write(line + "\n")
@@ -126,7 +127,7 @@ def _described(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL] + place
 
 
-async def _serve(create: Callable[[], Environment], reply: TextIO) -> None:
+async def _serve(create: Callable[[], Environment], calls: TextIO, reply: TextIO) -> None:
     episodes, loop = _Episodes(create), asyncio.get_running_loop()
     running: dict[str, set[asyncio.Task[None]]] = defaultdict(set)
 
@@ -142,7 +143,7 @@ async def _serve(create: Callable[[], Environment], reply: TextIO) -> None:
             del running[message["episode_id"]]
 
     def read() -> None:
-        for line in sys.stdin:
+        for line in calls:
             loop.call_soon_threadsafe(begin, json.loads(line))
         os._exit(0)  # the sampler has ended; an environment may block the loop
 
@@ -152,9 +153,10 @@ async def _serve(create: Callable[[], Environment], reply: TextIO) -> None:
 
 def main() -> None:
     """Builds the class named by the first line of standard input, then serves its episodes."""
-    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    calls, reply = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # environments, and what they start, may read and print
     os.dup2(2, 1)
-    start = json.loads(sys.stdin.readline() or "null")
+    start = json.loads(calls.readline() or "null")
     if start is None:
         return
     try:
@@ -166,7 +168,7 @@ def main() -> None:
         return
     reply.write("{}\n")
     reply.flush()
-    asyncio.run(_serve(lambda: chosen(**start["arguments"]), reply))
+    asyncio.run(_serve(lambda: chosen(**start["arguments"]), calls, reply))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import json
 import logging
+import os
+import signal
 import sys
 import time
 
@@ -40,7 +42,7 @@ class _Process:
             *(sys.executable, "-m", "tandem.rollout.environments.inside"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=child_environment(config.variables),
+            env=child_environment(config.variables, "environment.variables"),
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # out of reach of Ctrl-C
         )
@@ -50,19 +52,21 @@ class _Process:
             process.stdin.write(json.dumps(start).encode() + b"\n")
             async with asyncio.timeout(_START_SECONDS):
                 line = await process.stdout.readline()
-        except (TimeoutError, ConnectionError):
-            line = b""
-        told = json.loads(line) if line else None
-        if told != {}:
+            if not line:
+                raise EpisodeError(f"environment.path {config.path}: its process ended at its start; see this log")
+            if fault := json.loads(line).get("error"):
+                raise ConfigError(f"environment.path: {fault}")
+        except BaseException as error:
             await _end(process)
-            if told is None:
-                raise EpisodeError(f"environment.path {config.path}: its process did not start; see this log")
-            raise ConfigError(f"environment.path: {told['error']}")
+            if isinstance(error, TimeoutError | ConnectionError):
+                fault = f"its process did not start within {_START_SECONDS:.0f} s; see this log"
+                raise EpisodeError(f"environment.path {config.path}: {fault}") from None
+            raise
         return cls(process)
 
     @property
     def is_dead(self) -> bool:
-        return self._reading.done()
+        return self._process.returncode is not None or self._reading.done()
 
     async def call(self, seconds: float, **message: object) -> JsonObject:
         """Raises EpisodeError if the environment raises or its process dies, TimeoutError after `seconds`."""
@@ -84,25 +88,30 @@ class _Process:
         return reply
 
     async def end(self) -> None:
+        self._reading.cancel()  # a process that it has started may still have its end of the pipe
         await _end(self._process)
-        await self._reading
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            reply = json.loads(line)
-            waiting = self._waiting.get(reply["call"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reply)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EpisodeError(_DEAD))
+        try:
+            while line := await self._process.stdout.readline():
+                reply = json.loads(line)
+                waiting = self._waiting.get(reply["call"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        finally:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(EpisodeError(_DEAD))
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kills a process and those that it has started in its session."""
     with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):  # asyncio waits for the pipes, too, which others may hold
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await process.wait()
 
 
 async def check_class(config: EnvironmentConfig) -> None:
@@ -163,8 +172,12 @@ class EnvironmentPool:
         await asyncio.gather(*(self._process(place) for place in range(self._config.num_processes)))
 
     async def open(self, episode_id: str) -> RemoteEnvironment:
-        """An environment for one episode. Raises as `start` does."""
-        return RemoteEnvironment(await self._process(next(self._turn)), episode_id, self._config.step_seconds)
+        """An environment for one episode. Raises EpisodeError if its process does not start."""
+        try:
+            process = await self._process(next(self._turn))
+        except (ConfigError, OSError) as error:  # it could be used before
+            raise EpisodeError(str(error)) from None
+        return RemoteEnvironment(process, episode_id, self._config.step_seconds)
 
     async def close(self) -> None:
         """Ends all processes."""

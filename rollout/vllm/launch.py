@@ -14,6 +14,7 @@ from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ITEM_BYTES
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
+from tandem.rollout.vllm import WORKER_EXTENSION
 from tandem.rollout.vllm.engine_folder import EngineFolder
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step scheduled before but finished after an update would get the wrong stamp
-        worker_extension_cls="tandem.rollout.vllm.worker_extension.WeightReceiver",
+        worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
     )
 

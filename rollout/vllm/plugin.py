@@ -20,6 +20,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress, is_received
+from tandem.rollout.vllm import WORKER_EXTENSION
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import name_shared_memory
 from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
@@ -180,7 +181,8 @@ def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
             init(core, *args, **kwargs)
         finally:
             gc.enable()
-        schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
+        if core.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:  # else nobody copies the prompts
+            schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
 
     return start
 

@@ -33,6 +33,8 @@ def _longest_shared(config: VllmConfig, cache: KVCacheConfig) -> int:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if config.device_config.device_type != "cpu" or [type(spec) for spec in specs] != [FullAttentionSpec]:
         return 0
+    if config.use_v2_model_runner:
+        return 0
     return specs[0].block_size
 
 
@@ -100,7 +102,8 @@ def copy_prompts(worker: WorkerBase) -> None:
         return copy
 
     runner._prepare_inputs = prepare
-    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    for layer in (layers[name] for name in runner.kv_cache_config.kv_cache_groups[0].layer_names):
         layer.impl.do_kv_cache_update = copying(layer.impl.do_kv_cache_update)
 
 

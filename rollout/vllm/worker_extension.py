@@ -77,9 +77,9 @@ def _receiver_of(worker: WorkerBase) -> StagedReceiver:
             local_folder(folder),
             partial(load_beside, model, tied=tied) if can_be_replaced(model) else list,
         )
-        worker._tandem_receiver = receiver
         continue_random_numbers(worker)  # here, for a sampler's first call reaches every worker before its requests do
         copy_prompts(worker)
+        worker._tandem_receiver = receiver
     return receiver
 
 

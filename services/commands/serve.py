@@ -58,7 +58,7 @@ def serve_one(
             if service == "rollout" and not gpu_ids():
                 os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
         if service == "rollout":
-            drop_secrets()  # it has read them; its engine's processes need none
+            drop_secrets(recipe.environment.variables)  # it has read them; its engine's processes need none
         own_host = () if recipe is written else (f"run.host={recipe.run.host}",)
         if service == "controller":
             from tandem.services.control import service as controller_service

@@ -101,6 +101,8 @@ class RayCluster:
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         carried = {key: value for key, value in child_environment().items() if key.startswith(_CARRIED)}
         keys = recipe.reward.key_variables() if name == "reward" else HUB_TOKENS
+        if name.startswith("rollout"):
+            keys = keys.union(recipe.environment.variables)
         carried |= {key: os.environ[key] for key in keys if key in os.environ}
         if self._has_gpus:  # Ray chooses them, and tells the actor by CUDA_VISIBLE_DEVICES
             needs_one = bundle_of(recipe, name, has_gpus=True).gpus

@@ -190,11 +190,16 @@ def child_specs(recipe: Recipe, redis_url: str, machines: Machines = THIS_MACHIN
             command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
             log_file=recipe.folder / "logs" / f"{name}.log",
             environment={**machines.place(recipe, name), "TANDEM_REDIS_URL": redis_url, PORT_VARIABLE: ""},
-            withheld=frozenset() if name == "reward" else judges_keys,
+            withheld=frozenset() if name == "reward" else judges_keys.difference(_kept(recipe, name)),
             start_after=starts_after(recipe, name),
         )
         for name in order  # the slowest to start comes first
     ]
+
+
+def _kept(recipe: Recipe, name: str) -> tuple[str, ...]:
+    """The variables that a service gets although judges need them, too."""
+    return recipe.environment.variables if name.startswith("rollout") else ()
 
 
 def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:

@@ -34,6 +34,15 @@ def values_by_version(evaluations: Iterable[Line], metric: str) -> dict[int, flo
     return {version: found[version] for version in sorted(found) if version > 0}
 
 
+def keep_best(folder: Path, evaluations: Iterable[Line], metric: str) -> None:
+    """Removes all exports in the run folder's `best/` but that with the highest value. Versions without an export do
+    not count: a resumed run may have got another metric. Raises OSError.
+    """
+    exported = {int(export.name) for export in (folder / BEST_FOLDER).glob("[0-9]*") if export.name.isdigit()}
+    values = {one: value for one, value in values_by_version(evaluations, metric).items() if one in exported}
+    remove_others(folder, best_version(values))
+
+
 def best_version(values: Mapping[int, float]) -> int | None:
     """The version with the highest value, the first one of equal ones; None without a value."""
     return max(values, key=lambda version: (values[version], -version)) if values else None

@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -225,12 +225,22 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
         raise cannot_write(place, error) from None
     last_version = max(recorded_versions(recipe.folder), default=0)
     need, free = disk_need_bytes(recipe, facts, last_version=last_version), shutil.disk_usage(place).free
+    free += sum(_bytes_in(recipe.folder / name) for name in ("checkpoints", "redis"))  # later ones replace them
     if free < need:
         raise EnvironmentLackError(
             f"{place}: {_size(free)} free, and the run writes about {_size(need)} (checkpoints, exports, batches, "
             "Redis); free space there, lower trainer.keep_checkpoints or raise trainer.export_every, or choose "
             "another run.folder"
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of all files below the folder. Those that are deleted meanwhile do not count."""
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def check_job_room(jobs: JobsConfig, folder: Path) -> None:

@@ -103,6 +103,8 @@ def check_joins(recipe: Recipe, created_with: Recipe, place: str) -> None:
     and what "auto" stands for depends on the machine. Raises ConfigError.
     """
     before, now = (one.model_dump(mode="json") for one in (created_with, without_secrets(recipe)))
+    for one in (before, now):
+        one["data"]["train"] = [{**file, "path": ""} for file in one["data"]["train"]]
     files = input_paths(recipe).keys()
     changes = [
         one for one in forbidden_changes(before, now) if one.key not in files and "auto" not in (one.was, one.now)

@@ -71,7 +71,7 @@ def compare_with_folder(buffer: Buffer, folder: Path) -> Comparison:
         words = f"the ledger has version {committed_version} as committed"
         found.mended.append(f"{words}, and the last checkpoint holds version {checkpoint_version}")
         found.violations.append(found.mended[-1])
-    found.needs_rollback = bool(found.mended) or max(records, default=0) > known
+    found.needs_rollback = bool(found.mended) or any(version > known for version in records)
     return found
 
 

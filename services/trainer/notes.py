@@ -21,7 +21,8 @@ NOTES_FILE = "leases.json"
 def write_notes(buffer: Buffer, run_folder: Path, version: int, group_ids: Sequence[str]) -> None:
     """Adds the notes to a record, unless Redis has none. Raises OSError."""
     if found := group_notes(buffer.connection, group_ids):
-        values = {group_id: asdict(notes) for group_id, notes in found.items()}
+        known = read_notes(run_folder, version) | found  # a rollback may have met groups that Redis had forgotten
+        values = {group_id: asdict(notes) for group_id, notes in known.items()}
         write_file(record_folder(run_folder, version) / NOTES_FILE, f"{json.dumps(values)}\n".encode())
 
 

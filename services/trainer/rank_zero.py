@@ -23,7 +23,7 @@ from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Step, add_spans
 from tandem.services.metrics.trackers import open_trackers
 from tandem.services.process import in_thread
-from tandem.services.run.best_version import best_version, reason_to_stop, remove_others, values_by_version
+from tandem.services.run.best_version import keep_best, reason_to_stop
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.json_files import Line
 from tandem.services.run.metrics import (
@@ -234,6 +234,8 @@ class RankZero:
 
     def start_evaluation(self, version: int, sets: Sequence[EvalSet]) -> None:
         """Evaluates the published version in a thread on those of the sets that it was not evaluated on before."""
+        if self._stop.is_set():
+            return
         if missing := [one for one in sets if self.lacks_evaluation(version, one.name)]:
             self._evaluation.start(version, missing, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
 
@@ -386,7 +388,7 @@ class RankZero:
         if not config.keep_best:
             return
         lines = self._metrics.evaluations.read()
-        remove_others(self._recipe.folder, best_version(values_by_version(lines, config.keep_best)))
+        keep_best(self._recipe.folder, lines, config.keep_best)
         if (reason := reason_to_stop(lines, config)) and not self._prefetch.is_ending:
             log.info("the run ends early: %s", reason)
             self._prefetch.end()

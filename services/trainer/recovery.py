@@ -101,8 +101,10 @@ def begin_incarnation(buffer: Buffer, folder: Path) -> int:
 
     Raises EnvironmentLackError if the run folder cannot be written.
     """
-    incarnation = buffer.begin_incarnation(highest_incarnation(folder))
-    write_text(folder / INCARNATION_FILE, f"{incarnation}\n")
+    before = highest_incarnation(folder)
+    write_text(folder / INCARNATION_FILE, f"{before}\n")  # whoever cannot write it may not fence another trainer
+    incarnation = buffer.begin_incarnation(before)
+    write_text(folder / INCARNATION_FILE, f"{max(incarnation, highest_incarnation(folder))}\n")
     return incarnation
 
 

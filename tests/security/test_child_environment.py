@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.protos.child_environment import child_environment
+from tandem.protos.child_environment import child_environment, drop_secrets
 from tandem.protos.contracts import Scored, ScoreItem
 from tandem.protos.errors import ConfigError
 from tandem.protos.secret_values import is_secret_name
@@ -168,3 +168,21 @@ def test_no_variable_of_this_process_is_passed_by_accident() -> None:
     passed = child_environment()
     assert passed.items() <= os.environ.items()
     assert not any(is_secret_name(name) for name in passed) and "TANDEM_REDIS_URL" not in passed
+
+
+def test_a_sampler_keeps_the_variables_of_its_environments_and_no_other_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    judge = {"scorer": "judge", "arguments": {"api_key_env": "OPENAI_API_KEY"}}
+    environment = {"path": "a:B", "variables": ["OPENAI_API_KEY"]}
+    recipe = recipe_of(small_values(tmp_path), reward={"scorers": {"judge": judge}}, environment=environment)
+    withheld = {spec.name: spec.withheld for spec in child_specs(recipe, "unix:///none")}
+    assert withheld["rollout-0"] == withheld["reward"] == frozenset() and withheld["feed"] == {"OPENAI_API_KEY"}
+    drop_secrets(recipe.environment.variables)
+    kept = child_environment(recipe.environment.variables, "environment.variables")
+    assert kept["OPENAI_API_KEY"] == SECRETS["OPENAI_API_KEY"]
+    assert "OPENAI_API_KEY" not in child_environment() and "AWS_SECRET_ACCESS_KEY" not in os.environ
+    with pytest.raises(ConfigError, match=r"^environment\.variables: the environment variable 'UNSET' is not set"):
+        child_environment(["UNSET"], "environment.variables")

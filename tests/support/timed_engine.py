@@ -20,6 +20,7 @@ from tandem.protos.types import FinishReason, Prompt, SamplingParameters, Trajec
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.sampler import Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.types import Claim
 from tandem.services.process import die_with_parent, stop_event
 from tandem.services.rollout.service import SamplingWorker
 from tests.support.redis_ring import HEADERS, SAMPLER, SCORER, new_run
@@ -233,8 +234,11 @@ class EndingSamplers:
         number = self._buffer.counts()["prompts_leased"]
         self._buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)  # puts its predecessor's leases in front
         self._admit_sampler()
-        claims = self._buffer.claim("prompts", SAMPLER, number, 60.0, 1.0) if number else []
-        assert len(claims) == number
+        claims: list[Claim] = []
+        while len(claims) < number:  # a call hands out at most 128
+            more = self._buffer.claim("prompts", SAMPLER, number - len(claims), 60.0, 1.0)
+            assert more, f"{len(claims)} of {number} leases came back"
+            claims += more
         return sum(self._buffer.release(claim, "unfinished", "data") == "dropped" for claim in claims)
 
 

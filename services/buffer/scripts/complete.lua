@@ -7,7 +7,7 @@ for i = 2, #ARGV, 4 do
   local id, token = ARGV[i], ARGV[i + 1]
   local group = key('group', id)
   if holds(id, stage, token) then
-    if not checked then refuse_when_full() end -- before the first, so that all or none are completed
+    if not checked then refuse_when_full() end -- before the first, so that all of a call or none are completed
     checked = true
     leave(id)
     redis.call('HDEL', group, 'token', 'worker')

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tandem.protos.codec import decode_group, encode_group
-from tandem.protos.errors import ConfigError, UnavailableError
+from tandem.protos.errors import ConfigError, EpisodeError, UnavailableError
 from tandem.protos.types import (
     FinishReason,
     Prompt,
@@ -22,6 +22,7 @@ from tandem.protos.types import (
     TrajectoryGroup,
     VersionSpan,
 )
+from tandem.rollout.environments import episode
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
@@ -29,12 +30,18 @@ from tandem.rollout.sampler import Completion, Sampler, SamplingRequest
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.rollout.episodes import EpisodeEncoder
 from tests.support.paths import ROOT
+from tests.support.processes import has_ended
 from tests.support.tiny_model import CHAT_TEMPLATE, EOS_ID, build_tiny_model, character_tokenizer
 
 ECHO = "tests.support.environments:Echo"
 GUESS = str(ROOT / "examples" / "environments" / "guess_number.py") + ":GuessNumber"
 SAMPLING = SamplingParameters(max_tokens=400)
 PROMPT = [{"role": "system", "content": "Repeat."}]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode, "_FIRST_PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -173,17 +180,17 @@ def test_an_answer_that_fills_the_models_context_ends_the_episode(encoder: ChatE
     (row,) = play(encoder, lambda _: ["1", "2000", "1"], path="tests.support.environments:Chatty", sampling=long)
     assert (row.finish_reason, row.metadata["stop"], row.earned_reward) == ("length", "length", 2.0)
     assert row.text == "1\n2000" and len(row.segments[0].ids) < 200, "what nobody read is left out"
-    (row,) = play(encoder, lambda _: ["1", str(17 << 20)], path="tests.support.environments:Chatty")
-    assert row.metadata["environment_error"] == "step: step returned more than 16 MiB"
+    with pytest.raises(EpisodeError, match="step: step returned more than 256 KiB"):
+        play(encoder, lambda _: ["1", str(1 << 18)], path="tests.support.environments:Chatty")
 
 
 def test_messages_that_the_template_refuses_are_the_environments_fault(encoder: ChatEncoder) -> None:
-    (row,) = play(encoder, lambda _: ["1", "tool"], path="tests.support.environments:Chatty", max_attempts=1)
-    assert row.metadata["environment_error"] == "the chat template refuses the messages of step: no tools"
+    with pytest.raises(EpisodeError, match="the chat template refuses the messages of step: no tools"):
+        play(encoder, lambda _: ["1", "tool"], path="tests.support.environments:Chatty", max_attempts=1)
 
 
 @pytest.mark.parametrize("fault", ["raise", "hang", "block", "die"])
-def test_a_failed_environment_costs_an_attempt_and_harms_no_other_episode(
+def test_a_failed_environment_costs_attempts_and_loses_no_episode(
     encoder: ChatEncoder, tmp_path: Path, fault: str
 ) -> None:
     faults = {"bad": f"once {fault}"}
@@ -192,7 +199,8 @@ def test_a_failed_environment_costs_an_attempt_and_harms_no_other_episode(
         lambda number: ["one", "bad" if number % 2 else "good", "end"],
         rows=4,
         arguments={"faults": faults, "marks": str(tmp_path)},
-        step_seconds=1.0,
+        step_seconds=2.0,
+        max_attempts=6,
     )
     assert [row.earned_reward for row in rows] == [1.5] * 4
     assert [row.text for row in rows] == ["one\ngood\nend", "one\nbad\nend"] * 2
@@ -205,23 +213,43 @@ def test_a_failed_environment_costs_an_attempt_and_harms_no_other_episode(
     ("fault", "told"),
     [
         ("raise", "step: RuntimeError: the server of this environment is away (environments.py:"),
-        ("hang", "step has not ended after 0.5 s"),
+        ("hang", "step has not ended after "),
         ("die", "the environments' process has ended"),
         ("wrong type", "step: step returned str instead of StepResult"),
         ("no reward", "step: step returned the reward nan, which is no finite number"),
         ("silence", "step: step returned no messages although the episode goes on"),
     ],
 )
-def test_an_episode_that_always_fails_has_no_sampled_token_and_says_why(
-    encoder: ChatEncoder, fault: str, told: str
-) -> None:
+def test_an_episode_that_always_fails_says_why_in_one_line(encoder: ChatEncoder, fault: str, told: str) -> None:
     config: dict[str, Any] = {"arguments": {"faults": {"bad": fault}}, "step_seconds": 0.5, "max_attempts": 2}
-    good, bad = play(encoder, lambda number: ["one", "bad" if number else "good", "end"], rows=2, **config)
-    assert bad.finish_reason == "error" and told in bad.metadata["environment_error"]
-    assert "\n" not in bad.metadata["environment_error"]
-    assert not bad.segments[0].loss_mask.any()
-    if fault != "die":  # that ends the process of both
-        assert good.earned_reward == 1.5
+    with pytest.raises(EpisodeError) as failed:
+        play(encoder, lambda _: ["one", "bad", "end"], **config)
+    assert told in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_a_process_that_an_environment_leaves_behind_and_one_that_reads_hang_nothing(
+    encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    """The first holds the pipe of the answers after its parent was killed; the second reads standard input."""
+    file = tmp_path / "forks.py"
+    file.write_text(
+        "import os, subprocess, time\nfrom tests.support.environments import Echo\n"
+        "class Forks(Echo):\n"
+        "    async def step(self, action, **more):\n"
+        "        if action['content'] == 'read':\n"
+        "            subprocess.run(['head', '-c', '5'])\n"
+        "        elif action['content'] == 'fork' and not os.path.exists(str(self.marks / 'forked')):\n"
+        "            (self.marks / 'forked').touch()\n"
+        "            if os.fork() == 0:\n"
+        "                (self.marks / 'child').write_text(str(os.getpid()))\n"
+        "                time.sleep(3600)\n"
+        "            time.sleep(3600)\n"
+        "        return await super().step(action, **more)\n"
+    )
+    config: dict[str, Any] = {"path": f"{file}:Forks", "arguments": {"marks": str(tmp_path)}, "step_seconds": 1.0}
+    (row,) = play(encoder, lambda _: ["fork", "read", "end"], **config)
+    assert row.earned_reward == 1.5
+    assert has_ended(int((tmp_path / "child").read_text())), "it was killed with its parent"
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,16 @@ def test_a_child_that_lives_but_is_silent_is_killed_and_restarted(
     assert said[0] == f"trainer has sent no heartbeat {told}; it is killed"
     assert said[1].startswith("trainer died (SIGKILL") and len(said) == 2
     assert processes.states()["trainer"] == ("stopped", 0, 1)
+
+
+def test_a_machine_of_a_trainer_that_sends_no_heartbeats_is_not_taken_for_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "START_SECONDS", 0.0)
+    said: list[str] = []
+    processes = ProcessGroup(report=said.append)
+    others = [("trainer-1", "import time; time.sleep(60)"), ("trainer", "import time; time.sleep(0.5)")]
+    log = tmp_path / "log"
+    processes.add([ChildSpec(name, (sys.executable, "-c", program), log) for name, program in others])
+    processes.last_heartbeat = lambda name: float("inf") if name == "trainer" else 0.0
+    assert processes.run() == FINISHED and said == []

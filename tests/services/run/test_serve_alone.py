@@ -23,6 +23,7 @@ from tandem.services.buffer.orders import Orders
 from tandem.services.cli import app
 from tandem.services.commands import serve as serve_command
 from tandem.services.config import Recipe, dump_recipe, load_resolved
+from tandem.services.config.recipe import DataConfig, TrainFile
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.launcher import StartedByHand
 from tandem.services.data.tiny_model import build_tiny_model
@@ -268,18 +269,23 @@ def test_a_service_of_another_recipe_and_an_empty_folder_does_not_join_the_run(
     assert (elsewhere.folder / CONFIG_FILE).exists(), "it joins with what a resumed run may change"
 
 
+@pytest.mark.parametrize("is_list", [False, True])
 def test_a_feed_joins_from_a_machine_with_other_paths_and_processors(
-    recipe: Recipe, redis_url: str, tmp_path: Path
+    recipe: Recipe, redis_url: str, tmp_path: Path, is_list: bool
 ) -> None:
+    if is_list:
+        data = DataConfig(train=(TrainFile(path=recipe.data.train_file),), max_prompt_tokens=32)
+        recipe = recipe.model_copy(update={"data": data})
     began = with_automatic_values(recipe, resume=False)
     recipe.folder.mkdir()
     create_ledger(Buffer(redis_url, recipe.run.run_id), began, resume=False)
-    data = tmp_path / "elsewhere.jsonl"
-    data.write_bytes(Path(recipe.data.train_file).read_bytes())
+    copied = tmp_path / "elsewhere.jsonl"
+    copied.write_bytes(Path(recipe.data.train_files[0].path).read_bytes())
     moved = changed(recipe, folder=str(tmp_path / "elsewhere"))
-    moved = moved.model_copy(update={"data": moved.data.model_copy(update={"train_file": str(data)})})
+    there = {"train": (TrainFile(path=str(copied)),)} if is_list else {"train_file": str(copied)}
+    moved = moved.model_copy(update={"data": moved.data.model_copy(update=there)})
     join_run(moved, redis_url, "feed")
-    assert load_resolved(moved.folder / CONFIG_FILE).data.train_file == str(data)
+    assert load_resolved(moved.folder / CONFIG_FILE).data.train_files[0].path == str(copied)
 
 
 def test_a_run_that_redis_has_lost_is_not_created_again(recipe: Recipe, redis_url: str) -> None:

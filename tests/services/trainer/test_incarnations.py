@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tandem.protos.errors import FencedError, LostWritesError, RunFolderError
+from tandem.protos.errors import EnvironmentLackError, FencedError, LostWritesError, RunFolderError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.trainer import recovery
 from tandem.services.trainer.recovery import begin_incarnation, highest_incarnation
 from tandem.trainer.batch.record import recorded_versions, write_record
 from tandem.trainer.checkpoints import files
@@ -67,7 +69,9 @@ def test_the_records_that_redis_needs_if_it_loses_the_last_commit_are_kept(
     assert (counts["committed"], counts["outstanding"]) == (4 * P, 0) and buffer.verify() == []
 
 
-def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(tmp_path: Path, redis_url: str) -> None:
+def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = make_recipe(tmp_path, run={"total_batches": 1})
     buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(P))
@@ -82,6 +86,11 @@ def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(tmp_
     buffer.delete()
     buffer = make_run(redis_url, recipe)
     assert begin_incarnation(buffer, recipe.folder) == 52, "samplers may have weights of 51, which wrote nothing else"
+    with monkeypatch.context() as full:
+        full.setattr(recovery, "write_text", Mock(side_effect=EnvironmentLackError("the disk is full")))
+        with pytest.raises(EnvironmentLackError):
+            begin_incarnation(buffer, recipe.folder)
+    assert buffer.counts()["incarnation"] == 52, "who cannot write its number fences nobody"
     (recipe.folder / "incarnation").write_text("a\x1b]0;b")
     with pytest.raises(RunFolderError, match=r"incarnation holds 'a\\x1b]0;b' instead of a number"):
         begin_incarnation(buffer, recipe.folder)
