@@ -120,7 +120,7 @@ def _programs(folder: Path) -> Path:
 def lines_of_the_document() -> list[str]:
     """The commands of the example, and of the firewall behind it."""
     text = (ROOT / "docs" / "deploy.md").read_text()
-    section = text.partition("\n## Several hosts by hand\n")[2].partition("\n## ")[0]
+    section = text.partition("\n## Several hosts by hand\n")[2].partition("\n## ")[0].replace("\\\n ", "")
     return [line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
 
 

@@ -345,10 +345,14 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
     process = run.start("run", str(run.recipe))
     try:
         run.wait_for(lambda: all_running(run.folder), process)
-        status = run.tandem("status", str(run.folder), deadline=60, COLUMNS="200")
-        services = [line.split() for line in status.stdout.splitlines() if " running " in line and "127.0.0.1" in line]
-        assert sorted(line[0] for line in services) == ["feed", "reward", "rollout-0", "trainer"], status
-        assert all(line[5] != "–" and line[6:] for line in services), "every service has told what it does"
+
+        def told() -> list[str]:
+            """The services that have told what they do, as the command shows them."""
+            status = run.tandem("status", str(run.folder), deadline=60, COLUMNS="200").stdout
+            found = [line.split() for line in status.splitlines() if " running " in line and "127.0.0.1" in line]
+            return sorted(line[0] for line in found if line[5] != "–" and line[6:])
+
+        run.wait_for(lambda: told() == ["feed", "reward", "rollout-0", "trainer"], process)
         for line in services:
             with pytest.raises(UnavailableError, match="if it talks TLS"):
                 ask_info(line[5])
