@@ -346,16 +346,18 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
     try:
         run.wait_for(lambda: all_running(run.folder), process)
 
-        def told() -> list[str]:
-            """The services that have told what they do, as the command shows them."""
+        def told() -> dict[str, str]:
+            """The addresses of services that have told what they do, as the command shows them."""
             status = run.tandem("status", str(run.folder), deadline=60, COLUMNS="200").stdout
             found = [line.split() for line in status.splitlines() if " running " in line and "127.0.0.1" in line]
-            return sorted(line[0] for line in found if line[5] != "–" and line[6:])
+            return {line[0]: line[5] for line in found if line[5] != "–" and line[6:]}
 
-        run.wait_for(lambda: told() == ["feed", "reward", "rollout-0", "trainer"], process)
-        for line in services:
+        run.wait_for(lambda: len(told()) == 4, process)
+        services = told()
+        assert sorted(services) == ["feed", "reward", "rollout-0", "trainer"]
+        for address in services.values():
             with pytest.raises(UnavailableError, match="if it talks TLS"):
-                ask_info(line[5])
+                ask_info(address)
         run.wait_for(lambda: len(run.metrics()) == 12, process, RUN_DEADLINE_SECONDS)
         assert process.wait(60) == 0, run.logs()
     finally:
