@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tandem.protos.scratch_folder import ScratchFolder, remove, sweep
 
+WORKER_EXTENSION = "tandem.rollout.vllm.worker_extension.WeightReceiver"
+"""The class that adds Tandem's calls to vLLM's workers."""
 _KIND = "vllm"
 _LONGEST_SOCKET_PATH = 107  # bytes: `sun_path` without its terminator
 _SOCKET_NAME = 1 + 36  # vLLM's: a slash and a UUID

@@ -14,8 +14,7 @@ from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ITEM_BYTES
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
-from tandem.rollout.vllm import WORKER_EXTENSION
-from tandem.rollout.vllm.engine_folder import EngineFolder
+from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, EngineFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

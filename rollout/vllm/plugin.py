@@ -20,9 +20,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress, is_received
-from tandem.rollout.vllm import WORKER_EXTENSION
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
-from tandem.rollout.vllm.engine_folder import name_shared_memory
+from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, name_shared_memory
 from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
 
 if TYPE_CHECKING:

@@ -111,8 +111,8 @@ class GenerationsFile:
         return sorted(self._rows, key=attrgetter("index", "sample"))
 
     def keep_complete(self, chunks: Iterable[Sequence[Prompt]]) -> list[Sequence[Prompt]]:
-        """Removes the samples of chunks that lack scored ones, and lines of other settings. Returns those chunks."""
-        numbers = Counter(row.index for row in self._rows if row.reward is not None)
+        """Removes the samples of chunks that lack some, and lines of other settings. Returns those chunks."""
+        numbers = Counter(row.index for row in self._rows)
         missing = [chunk for chunk in chunks if any(numbers[one.index] < one.num_samples for one in chunk)]
         removed = {prompt.index for chunk in missing for prompt in chunk}
         self._rows = [row for row in self._rows if row.index not in removed]

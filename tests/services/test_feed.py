@@ -217,8 +217,8 @@ def test_a_restarted_feed_resumes_where_it_stopped(redis_url: str, recipe: Calla
     buffer = new_run(redis_url, groups_per_batch=3, staleness_budget=0, target_groups=20)
     seen: list[str] = []
     while len(seen) < 20:
-        with feeding(buffer, PromptStream(settings, buffer.admission().cursor)) as feed:
-            eventually(lambda: feed.admitted > 0)
+        with feeding(buffer, PromptStream(settings, buffer.admission().cursor)):
+            eventually(lambda: buffer.counts()["outstanding"] > 0)  # also of the feed before, as it stopped
             seen += retired(buffer)
     assert seen == expected
     assert buffer.verify() == []

@@ -163,8 +163,9 @@ def test_an_evaluation_goes_on_with_the_samples_that_are_missing(tmp_path: Path)
     assert broken.accuracy is None and broken.sets["test"].unscored["UnavailableError"] == 200 - len(lines(file))
     kept = {row["index"] for row in lines(file)}
     assert 0 < len(kept) < 200
+    alone = {**json.loads(file.read_text().splitlines()[0]), "index": max(set(range(200)) - kept)}
     with file.open("a") as torn:
-        torn.write(file.read_text().splitlines()[0].replace('"index":0', '"index":199') + '\n{"index": 198, "sam')
+        torn.write(json.dumps(alone) + '\n{"index": 198, "sam')
     with serving(sampler := Answers()) as endpoints:
         whole = evaluate(VERSION, sets, endpoints, recipe(), tmp_path)
     asked = [int(np.frombuffer(item.prompt_ids, "<i4")[0]) - 1 for one in sampler.requests for item in one.items]
