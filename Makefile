@@ -30,7 +30,7 @@ test-system: setup  ## whole runs with real processes: recipes, replays, kills
 test-deploy: setup  ## compose, Ray, Helm, several hosts, dashboard, metrics, scaling, security
 	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
 
-chaos: setup  ## 200 random faults over a run of the demo's model: an hour (writes JSON; ARGS="--faults 20")
+chaos: setup  ## 200 random faults over a run of the demo's model: 45 minutes (writes JSON; ARGS="--faults 20")
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute

@@ -1,6 +1,6 @@
 """The cost of a group in Redis by the number of samplers and by the groups that the run has trained before.
 
-    python benchmarks/fleet.py [--rounds 5] [--output benchmarks/records/fleet.json]
+    python benchmarks/fleet.py [--rounds 11] [--output benchmarks/records/fleet.json]
 
 4, 256 and 1,024 samplers and 32 scorers claim, complete and die against the real scripts of a real redis-server, each
 with a connection of its own; one process drives them, so groups a second are those of its calls one after the other. A
@@ -267,7 +267,7 @@ def compare(url: str, client: redis.Redis, rounds: int) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
