@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
 import time
 import uuid
@@ -92,16 +91,14 @@ class EpisodeSampler:
         UnavailableError once the engine has ended.
         """
         name = f"{prompt.group_id}/{trajectory_id}"
-        for attempt in itertools.count(1):
+        for attempt in range(1, self._config.max_attempts):
             try:
                 return await self._attempt(prompt, sampling, trajectory_id, f"{name}/{uuid.uuid4().hex}")
             except EpisodeError as error:
                 words = (name, attempt, self._config.max_attempts, error)
                 log.warning("episode %s, attempt %d of %d: %s", *words, extra={"group": prompt.group_id})
-                if attempt == self._config.max_attempts:
-                    raise
             await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS))
-        raise AssertionError("an attempt succeeds or raises")
+        return await self._attempt(prompt, sampling, trajectory_id, f"{name}/{uuid.uuid4().hex}")
 
     async def _attempt(
         self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int, episode_id: str
