@@ -7,7 +7,9 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+
+import psutil
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError
 from tandem.protos.extras import require_installed
@@ -15,6 +17,7 @@ from tandem.protos.scratch_folder import ScratchFolder
 from tandem.services.launchers.machines import Machines
 
 _CONNECT_SECONDS = 5.0
+_END_SECONDS = 10.0
 _LONGEST_FOLDER = 40  # Ray's sockets lie in it, whose paths have at most 107 bytes
 _STORE_BYTES = 80 << 20  # Ray's least, because no data of a run passes through Ray
 _OWN_CLUSTER = {
@@ -62,13 +65,27 @@ def ray_session(report: Callable[[str], None]) -> Iterator[Machines]:
             raise EnvironmentLackError(f"{where} cannot be used: {' '.join(str(error).split()):.300}") from None
         finally:
             signal.signal(signal.SIGTERM, before)  # Ray replaces it
-        stack.callback(ray.shutdown)
+        stack.callback(_end, ray.shutdown)
         if os.environ.get("RAY_AUTH_MODE") != "token":
             report(
                 f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run code on its "
                 "machines; set RAY_AUTH_MODE=token for the cluster and here"
             )
         yield RayCluster()
+
+
+def _end(shutdown: Callable[[], None]) -> None:
+    """Leaves the cluster. One of this run alone ends; this waits for its workers, too, for which Ray does not wait."""
+    workers: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet":
+                workers += child.children(recursive=True)
+    shutdown()
+    _, alive = psutil.wait_procs(workers, timeout=_END_SECONDS)
+    for worker in alive:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
 
 
 def _check_listening(address: str) -> None:

@@ -55,7 +55,7 @@ def test_a_starved_trainer_gets_a_sampler_and_orders_survive(tmp_path: Path) -> 
     folder = str(run.folder)
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: "rollout-1 joins the run" in said(run), supervisor)
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 2, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, supervisor)
     changes = [one for one in decisions(run) if one["from_replicas"] != one["to_replicas"]]
     assert [(one["service"], one["from_replicas"], one["to_replicas"], one["dry_run"]) for one in changes] == [
         ("rollout", 1, 2, False)
@@ -70,7 +70,7 @@ def test_a_starved_trainer_gets_a_sampler_and_orders_survive(tmp_path: Path) -> 
     before = len(run.metrics())
     supervisor = run.start("run", str(run.recipe), "autoscale.mode=off", "--resume")  # the recipe says one sampler
     run.wait_for(lambda: len(run.metrics()) > before, supervisor)
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 2, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, supervisor)
     assert dict(status(run).desired_replicas) == {"rollout": 2}
 
     assert "the trainer waits once it has trained what is scored" in ordered(run, "pause", folder)

@@ -59,7 +59,7 @@ def scale(run: WholeRun, replicas: int) -> None:
 def wait_for_samplers(run: WholeRun, supervisor: subprocess.Popen[str], number: int) -> None:
     """Waits until a version reached so many samplers, and these are the ones that run."""
     run.wait_for(lambda: samplers(run) == ["running"] * number, supervisor)
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == number, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == number, supervisor)
 
 
 def check_that_samplers_outlive_a_rank(run: WholeRun, supervisor: subprocess.Popen[str]) -> None:
@@ -78,8 +78,8 @@ def check_that_samplers_outlive_a_rank(run: WholeRun, supervisor: subprocess.Pop
     ranks[1].kill()
     run.wait_for(lambda: "trainer died" in said(run), supervisor)
     run.wait_for(all_credits_are_scored, supervisor)
-    at = run.metrics()[-1]["step"]
-    run.wait_for(lambda: run.metrics()[-1]["step"] > at + 1, supervisor)
+    at = run.last_batch()["step"]
+    run.wait_for(lambda: run.last_batch()["step"] > at + 1, supervisor)
     assert pids() == before and any(line.get("replayed") for line in run.metrics())
 
 
@@ -106,9 +106,9 @@ def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once
     scale(run, 0)
     run.wait_for(lambda: any("no sampler is alive" in line for line in status(run).warnings), supervisor)
     run.wait_for(lambda: "waits for scored groups" in status(run).services[-1].activity, supervisor)
-    waits_at = run.metrics()[-1]["step"]
+    waits_at = run.last_batch()["step"]
     scale(run, 1)
-    run.wait_for(lambda: run.metrics()[-1]["step"] > waits_at + 1, supervisor)
+    run.wait_for(lambda: run.last_batch()["step"] > waits_at + 1, supervisor)
     assert not any("no sampler is alive" in line for line in status(run).warnings)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(30) == 130, said(run)[-3000:] + run.logs()

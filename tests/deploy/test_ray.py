@@ -103,7 +103,7 @@ def test_a_service_dies_with_its_actor_and_is_started_again(run: RayRun, supervi
 
 def test_a_sampler_joins_and_leaves(run: RayRun, supervisor: subprocess.Popen[str]) -> None:
     assert run.tandem("scale", str(run.folder), "rollout=2").returncode == 0
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 2, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, supervisor)
     refused = run.tandem("scale", str(run.folder), "rollout=100")
     assert refused.returncode == 2
     assert re.search(r"the run wants 98 samplers of 0.25 CPU each; the cluster has [\d.]+ CPU free", refused.stderr)

@@ -53,7 +53,7 @@ def test_a_run_on_two_machines_of_a_cluster(tmp_path: Path) -> None:
         driver = first.start(cluster, urls, f"tandem run {run.recipe} --launcher ray")
 
         def both_have_joined() -> bool:
-            return bool(run.metrics()) and run.metrics()[-1].get("samplers_acknowledged") == 2
+            return run.last_batch().get("samplers_acknowledged") == 2
 
         eventually(lambda: driver.poll() is not None or both_have_joined(), 240)
         assert driver.poll() is None, first.said() + second.said() + run.logs()

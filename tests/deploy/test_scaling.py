@@ -22,13 +22,13 @@ def test_a_sampler_joins_a_running_run_and_leaves_it(tmp_path: Path) -> None:
     run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
     asked_at, began = len(run.metrics()), time.monotonic()
     assert run.tandem("scale", str(run.folder), "rollout=2").returncode == 0
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 2, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, supervisor)
     print(f"the second sampler has the weights of a trained batch {time.monotonic() - began:.1f} s after the order")
     assert len(run.metrics()) > asked_at + 2, "the run went on while the second engine started"
     assert run.tandem("scale", str(run.folder), "rollout=1").returncode == 0
     said = tmp_path / "run.out"
     run.wait_for(lambda: "rollout-1 has left the run" in said.read_text(), supervisor)
-    run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 1, supervisor)
+    run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 1, supervisor)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(30) == 130, said.read_text()[-3000:] + run.logs()
 

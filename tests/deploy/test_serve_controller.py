@@ -46,12 +46,12 @@ def test_a_run_started_by_hand_is_steered_and_all_its_services_end_with_it(tmp_p
         services["rollout-0"] = serve("rollout", "--replica", "0")
         leaver = serve("rollout", "--replica", "1")
         trainer = services["trainer"]
-        run.wait_for(lambda: bool(run.metrics()) and run.metrics()[-1].get("samplers_acknowledged") == 2, trainer)
+        run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, trainer)
         second = run.tandem("serve", "controller", str(run.recipe))
         assert second.returncode == 2 and "has a controller already, at 127.0.0.1:" in second.stdout + second.stderr
         assert ordered(run, "drain", folder, "rollout-1") == "rollout-1 finishes its groups and leaves\n"
         assert leaver.wait(90) == 0, said(run)[-3000:]
-        run.wait_for(lambda: run.metrics()[-1].get("samplers_acknowledged") == 1, trainer)
+        run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 1, trainer)
         assert ordered(run, "stop", folder) == "the run stops\n"
         assert {name: process.wait(60) for name, process in services.items()} == dict.fromkeys(services, 0)
         assert run.ledger()["violations"] == [] and max(run.instances().values()) == 1

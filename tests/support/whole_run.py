@@ -21,6 +21,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.data.arithmetic import write_task
 from tandem.services.data.tiny_model import build_tiny_model
+from tandem.services.run.json_files import METRICS_FILE, JsonLines
 from tandem.trainer.batch.record import read_record, recorded_versions
 from tests.support.paths import ROOT
 from tests.support.processes import run_tandem
@@ -80,8 +81,11 @@ class WholeRun:
         return "".join(f"\n== {file.name}\n{file.read_text()[-1500:]}" for file in logs)
 
     def metrics(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return JsonLines(self.folder / METRICS_FILE).read()
+
+    def last_batch(self) -> dict[str, Any]:
+        """The last line of the metrics; step 0 before the first one, and after a recovery that trains all anew."""
+        return [{"step": 0}, *self.metrics()][-1]
 
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "summary.json").read_text()))
