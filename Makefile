@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system test-deploy chaos check protos docs lock
+.PHONY: help setup demo demo-agent test test-system test-deploy chaos check protos docs lock
 .PHONY: bench bench-startup bench-reward bench-sampler bench-fleet bench-trl bench-size gpu-proof staleness
 .PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
@@ -20,6 +20,9 @@ setup:  ## create or update .venv (needs no root and no compiler)
 demo: setup  ## train a tiny model through the real services, in about two minutes
 	@$(BIN)/tandem demo $(ARGS)
 
+demo-agent: setup  ## train a tiny model to play a game of several turns with an environment, in five minutes
+	@$(BIN)/tandem demo --task guess_number $(ARGS)
+
 test: setup  ## unit, property and service tests
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow and not deploy" --durations=10 $(ARGS)
 
@@ -30,7 +33,7 @@ test-system: setup  ## whole runs with real processes: recipes, replays, kills
 test-deploy: setup  ## compose, Ray, Helm, several hosts, dashboard, metrics, scaling, security
 	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
 
-chaos: setup  ## 200 random faults over a run of the demo's model: 45 minutes (writes JSON; ARGS="--faults 20")
+chaos: setup  ## 200 random faults over a run of the demo's model: 35 minutes (writes JSON; ARGS="--faults 20")
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute

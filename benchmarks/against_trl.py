@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.process_usage import Sample, cpu_at, peak_memory, run_measured  # noqa: E402
 from benchmarks.trl_environment import trl_python  # noqa: E402
 from benchmarks.trl_side import Settings  # noqa: E402
-from tandem.services.commands.demo import RECIPE  # noqa: E402
+from tandem.services.commands.demo_tasks import ARITHMETIC  # noqa: E402
 from tandem.services.config import Recipe, dump_recipe, load_recipe  # noqa: E402
 
 SIDES = ("trl", "tandem")
@@ -279,7 +279,9 @@ def _demo_recipe(run: Path, made: Path, steps: int) -> Recipe:
         "trainer.evaluate_every": 0,
         "trainer.export_every": EXPORT_EVERY,
     }
-    return load_recipe(RECIPE, [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()])
+    return load_recipe(
+        ARITHMETIC.recipe, [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
+    )
 
 
 def lognormal_lengths(number: int) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.services.commands.demo import RECIPE  # noqa: E402
+from tandem.services.commands.demo_tasks import ARITHMETIC  # noqa: E402
 from tandem.services.config import dump_recipe, load_recipe  # noqa: E402
 
 LAUNCHERS = ("local", "ray", "compose")
@@ -74,7 +74,9 @@ def _composed(scratch: Path, seed: int, overrides: list[str], _launcher: str) ->
     for name in ("data", "model"):
         (scratch / "run" / name).rename(workspace / name)
     places = ["run.folder=run", "model.path=model", "data.train_file=data/train.parquet"]
-    recipe = load_recipe(RECIPE, [*places, "data.eval_file=data/eval.parquet", f"run.seed={seed}", *overrides])
+    recipe = load_recipe(
+        ARITHMETIC.recipe, [*places, "data.eval_file=data/eval.parquet", f"run.seed={seed}", *overrides]
+    )
     (workspace / "recipe.json").write_text(dump_recipe(recipe))
     _run([str(ROOT / "benchmarks" / "compose_run.sh"), str(workspace)])
     return _figures(workspace / "run")

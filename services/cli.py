@@ -53,6 +53,10 @@ RunArgument = Annotated[str | None, argument(metavar="RUN", help="A run folder. 
 @command
 def demo(
     overrides: Overrides = None,
+    task: Annotated[
+        Literal["arithmetic", "guess_number"],
+        typer.Option(help="What it learns: to add, or to play a game of several turns with an environment."),
+    ] = "arithmetic",
     seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
     launcher: Launcher = "local",
 ) -> int:
@@ -63,7 +67,7 @@ def demo(
     """
     from tandem.services.commands.demo import main
 
-    return main(seed, overrides or [], launcher)
+    return main(seed, overrides or [], task, launcher)
 
 
 @app.command(short_help="Run a recipe with all its services.")

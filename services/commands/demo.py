@@ -18,48 +18,51 @@ from tandem.protos.errors import ConfigError, RunExistsError, TandemError
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import find_engine, usable_engine
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.command_line import print_line, run_service
+from tandem.services.command_line import print_line
+from tandem.services.commands.demo_tasks import TASKS, DemoTask, TaskName
 from tandem.services.commands.report import write_report
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.config.recipe import read_values
-from tandem.services.data.arithmetic import write_task
 from tandem.services.launchers.supervisor import LauncherName, run_recipe
 from tandem.services.process import dying_with_parent
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, redis_required, write_text
 from tandem.services.run.placement import CPU_ENVIRONMENT
 from tandem.services.run.preflight import REDIS_SECONDS
-from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
+from tandem.trainer.checkpoints.durable import disk_full_error
 
-RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
+MODEL_MAKER = "tandem.services.commands.demo_tasks"
 WARM_UP_DEADLINE_SECONDS = 900.0
 BASE_MODEL = "base"  # in the run folder, beside the data
 USER_ERROR = 2
 
 
-def main(seed: int, overrides: list[str], launcher_name: LauncherName = "local") -> int:
+def main(
+    seed: int, overrides: list[str], task_name: TaskName = "arithmetic", launcher_name: LauncherName = "local"
+) -> int:
     """Runs the demo in `run.folder`. Returns the run's exit code. After a UserError an earlier demo is in place."""
-    if not RECIPE.is_file():
+    task = TASKS[task_name]
+    if not task.recipe.is_file():
         raise ConfigError(
-            f"{RECIPE}: no such file; the demo runs from a clone of the repository, installed with `make setup`"
+            f"{task.recipe}: no such file; the demo runs from a clone of the repository, installed with `make setup`"
         )
     console = Console()
     started = time.monotonic()
-    settings = demo_settings(seed, overrides)
-    recipe = load_recipe(RECIPE, settings)
+    settings = demo_settings(task, seed, overrides)
+    recipe = load_recipe(task.recipe, settings)
     folder = recipe.folder
     _check_redis(recipe)
     _set_aside(folder, console)
     with RunLock(folder) as lock:
-        print_line(console, f"Tandem demo: a model that forgets to carry learns to add. Everything goes to {folder}/")
+        print_line(console, f"Tandem demo: {task.summary}. Everything goes to {folder}/")
         if recipe.rollout.engine != RolloutConfig().engine:
             lacking = find_engine(RolloutConfig().engine)
             why = "" if lacking.installed else f": {lacking.library} is not installed here ({lacking.install})"
             print_line(console, f"· sampling with {recipe.rollout.engine}{why}")
-        if code := _make_task_and_model(recipe, seed):
+        if code := _make_data_and_model(task, recipe, seed):
             return code
         taken = f"{time.monotonic() - started:.0f} s"
-        print_line(console, f"· data and a random model are made ({taken}); imitating a sloppy pupil …")
-        if code := _warm_up(recipe, settings):
+        print_line(console, f"· data and a random model are made ({taken}); imitating {task.teacher} …")
+        if code := _warm_up(task, recipe, settings):
             return code
         print_line(console, "· warmed up; now sampler, scorer and trainer run at once:")
         code = run_recipe(recipe, False, console=console, lock=lock, launcher_name=launcher_name)
@@ -68,10 +71,10 @@ def main(seed: int, overrides: list[str], launcher_name: LauncherName = "local")
     return code
 
 
-def demo_settings(seed: int, overrides: list[str]) -> list[str]:
+def demo_settings(task: DemoTask, seed: int, overrides: list[str]) -> list[str]:
     """Overrides of the demo's recipe: data and models are in the run folder. The user's overrides come last."""
     given = [f"run.seed={seed}", *overrides]
-    folder = load_recipe(RECIPE, given).folder
+    folder = load_recipe(task.recipe, given).folder
     places = {
         "model.path": folder / "model",
         "data.train_file": folder / "data" / "train.parquet",
@@ -128,20 +131,19 @@ def _moved(value: Any, old: str, new: str) -> Any:
     return value
 
 
-def _make_task_and_model(recipe: Recipe, seed: int) -> int:
+def _make_data_and_model(task: DemoTask, recipe: Recipe, seed: int) -> int:
     data = Path(recipe.data.train_file).parent
     with disk_full_error(data):
-        write_task(data, seed)
+        task.write_data(data, seed)
     # Runs in its own process: imported here, torch would stay in the supervisor's memory for the whole run.
     return _child(
-        [sys.executable, "-m", "tandem.services.commands.demo", str(recipe.folder / BASE_MODEL), str(seed)],
-        "making the model",
+        [sys.executable, "-m", MODEL_MAKER, str(recipe.folder / BASE_MODEL), str(seed), task.name], "making the model"
     )
 
 
-def _warm_up(recipe: Recipe, settings: list[str]) -> int:
+def _warm_up(task: DemoTask, recipe: Recipe, settings: list[str]) -> int:
     changes = [*settings, f"model.path={_quoted(recipe.folder / BASE_MODEL)}"]
-    return _child([sys.executable, "-m", "tandem.services.cli", "sft", str(RECIPE), *changes], "the warm-up")
+    return _child([sys.executable, "-m", "tandem.services.cli", "sft", str(task.recipe), *changes], "the warm-up")
 
 
 def _child(command: list[str], what: str) -> int:
@@ -191,15 +193,3 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
         f"  tandem eval {folder}/config.json model.path={folder}/hf\n"
         f"  tandem run {folder}/{CONFIG_FILE} run.run_id=mine run.folder=runs/mine run.staleness_budget=0",
     )
-
-
-def make_model(folder: Path, seed: int) -> None:
-    """Writes the random model that the warm-up starts from. Raises EnvironmentLackError if the disk is full."""
-    from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
-
-    with atomic_folder(folder) as begun:
-        build_tiny_model(begun, hidden=128, layers=4, seed=seed, initializer_range=0.02, chat_template=PLAIN_TEMPLATE)
-
-
-if __name__ == "__main__":
-    run_service(lambda: make_model(Path(sys.argv[1]), int(sys.argv[2])))

@@ -23,13 +23,14 @@ def main(recipe: Recipe) -> int:
     for key in ("train_file", "output"):
         if not getattr(recipe.sft, key):
             raise ConfigError(f"sft.{key} is empty; `tandem sft` needs it")
-    if recipe.sft.target_accuracy and not recipe.data.eval_file:
-        raise ConfigError("sft.target_accuracy needs data.eval_file to be measured on")
+    has_answers = bool(recipe.data.eval_file) and not recipe.environment.path  # else single answers earn nothing
+    if recipe.sft.target_accuracy and not has_answers:
+        raise ConfigError("sft.target_accuracy needs data.eval_file to be measured on, without an environment")
     _check_output(Path(recipe.sft.output))
     rows = _load_rows(recipe)
     core = ScoringCore(recipe.reward)
     try:
-        validate = _validation(recipe, core) if recipe.data.eval_file else None
+        validate = _validation(recipe, core) if has_answers else None
         result = train_sft(rows, recipe.model.path, recipe.sft, recipe.run.seed, validate)
     finally:
         core.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,13 @@ def build_tiny_model(
     seed: int = 0,
     initializer_range: float = 0.1,
     chat_template: str = CHAT_TEMPLATE,
+    words: Sequence[str] = (),
     ends: bool = True,
 ) -> Path:
     """Writes model, configuration and tokenizer to `folder` (a Hugging Face folder in float32) and returns it.
 
-    There is one attention head for each 32 of `hidden`. `seed` determines the weights. Without `ends`, the end token is
-    outside the vocabulary, so every answer has the maximum length.
+    There is one attention head for each 32 of `hidden`. `seed` determines the weights. Each of `words` is one token.
+    Without `ends`, the end token is outside the vocabulary, so every answer has the maximum length.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -47,9 +49,10 @@ def build_tiny_model(
 
     disable_progress_bar()
     assert hidden % HEAD_SIZE == 0, "vLLM on CPUs wants heads of size 32"
-    end = EOS_ID if ends else len(VOCABULARY)
+    vocabulary_size = len(VOCABULARY) + len(words)
+    end = EOS_ID if ends else vocabulary_size
     config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocabulary_size,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -68,12 +71,14 @@ def build_tiny_model(
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=end, pad_token_id=PAD_ID)
     save_model(model, folder)
-    character_tokenizer(chat_template, ends).save_pretrained(folder)
+    character_tokenizer(chat_template, words, ends).save_pretrained(folder)
     return Path(folder)
 
 
-def character_tokenizer(chat_template: str = CHAT_TEMPLATE, ends: bool = True) -> PreTrainedTokenizerBase:
-    """A tokenizer with one token for each printable ASCII character and newline. Other characters are dropped.
+def character_tokenizer(
+    chat_template: str = CHAT_TEMPLATE, words: Sequence[str] = (), ends: bool = True
+) -> PreTrainedTokenizerBase:
+    """A tokenizer with one token for each printable ASCII character, newline and word. Other characters are dropped.
 
     transformers loads the tokenizer of every `qwen2` model as a byte-level BPE `Qwen2Tokenizer`, even if its file names
     another class. So this one is a `Qwen2Tokenizer` without merges, whose alphabet writes space and newline as Ġ and Ċ.
@@ -89,6 +94,7 @@ def character_tokenizer(chat_template: str = CHAT_TEMPLATE, ends: bool = True) -
         eos_token="<|im_end|>",
         unk_token="<pad>",
     )
+    tokenizer.add_tokens(list(words))
     if not ends:
         tokenizer.add_special_tokens({"eos_token": "<never>"})
     tokenizer.chat_template = chat_template

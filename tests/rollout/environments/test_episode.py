@@ -87,7 +87,7 @@ class ScriptedSampler(Sampler):
 def prompt_of(index: int = 0) -> Prompt:
     text = tokenizer().apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
     ids = np.array(tokenizer().encode(text, add_special_tokens=False), np.int32)
-    return Prompt(0, index, ids, 4, SAMPLING, "echo", messages=tuple(PROMPT))
+    return Prompt(0, index, ids, 4, SAMPLING, "echo", messages=tuple(PROMPT), ground_truth=str(index % 15 + 1))
 
 
 def play(
@@ -292,7 +292,7 @@ def test_an_environments_process_sees_no_secrets(
 
 
 def test_the_trajectories_of_a_group_meet_the_same_environment(encoder: ChatEncoder) -> None:
-    rows = play(encoder, lambda _: ["8", "4", "2", "6"], rows=3, path=GUESS)
+    rows = play(encoder, lambda _: ["8", "4", "2", "6"], rows=3, path=GUESS, arguments={"shuffled": True})
     answers = {tuple(message["content"] for message in row.metadata["messages"]) for row in rows}
     assert len(answers) == 1
 

@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import subprocess
+from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +22,13 @@ from hypothesis import strategies as st
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import run_service
-from tandem.services.commands import demo
+from tandem.services.commands import demo, demo_tasks
 from tandem.services.commands.data_check import check_file
+from tandem.services.commands.demo_tasks import ARITHMETIC, GUESS_NUMBER
 from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
+from tandem.services.data import guessing
 from tandem.services.data.arithmetic import EVALUATION_ROWS, right_sum, sloppy_sum, write_task
+from tandem.services.data.chat import ChatEncoder
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
 from tests.support.processes import run_python, run_tandem
 from tests.support.redis_ring import running_redis
@@ -93,12 +98,12 @@ def play(folder: Path, *overrides: str) -> int:
 
 
 def test_the_demo_runs_under_the_launcher_that_is_asked_for(stage: Stage, folder: Path) -> None:
-    assert demo.main(0, [f"run.folder={folder}"], "ray") == STOPPED and stage.launcher == "ray"
+    assert demo.main(0, [f"run.folder={folder}"], launcher_name="ray") == STOPPED and stage.launcher == "ray"
 
 
 def test_every_file_is_in_the_run_folder(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = load_recipe(demo.RECIPE, demo.demo_settings(0, []))
-    assert plain == load_recipe(demo.RECIPE), "the recipe as it is shipped"
+    plain = load_recipe(ARITHMETIC.recipe, demo.demo_settings(ARITHMETIC, 0, []))
+    assert plain == load_recipe(ARITHMETIC.recipe), "the recipe as it is shipped"
     monkeypatch.chdir(tmp_path)
     assert demo.main(0, ["run.run_id=mine"]) == STOPPED and stage.launcher == "local"
     assert sorted(os.listdir("runs")) == ["mine"]
@@ -188,21 +193,21 @@ def test_a_full_disk_while_model_or_data_are_written_is_a_one_line_error(
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tandem.services.data.tiny_model.build_tiny_model", full)
+    monkeypatch.setattr(demo_tasks, "build_tiny_model", full)
     with pytest.raises(SystemExit) as ended:
-        run_service(lambda: demo.make_model(tmp_path / "base", 0))
+        run_service(lambda: demo_tasks.make_model(tmp_path / "base", 0))
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tandem: no space left on the disk of ")
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(demo, "write_task", full)
+    monkeypatch.setitem(demo.TASKS, "arithmetic", replace(ARITHMETIC, write_data=full))
     with pytest.raises(EnvironmentLackError, match=r"no space left on the disk of .*data"):
         play(folder)
 
 
 def test_the_process_that_makes_the_model_ends_as_every_service_does(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run_python("-m", "tandem.services.commands.demo", tmp_path / "file", 0)
+    done = run_python("-m", "tandem.services.commands.demo_tasks", tmp_path / "file", 0)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == f"tandem: {tmp_path}/file: a file stands where a folder is needed; move it away, or write elsewhere"
@@ -288,3 +293,22 @@ def test_the_data_passes_the_check(tmp_path: Path) -> None:
     report = check_file(tmp_path / "train.parquet")
     assert report.faults == []
     assert report.num_usable == report.num_rows
+
+
+def test_demonstrated_games_are_random_and_each_guess_is_one_token(tmp_path: Path) -> None:
+    guessing.write_task(tmp_path, seed=0)
+    turns = pq.read_table(tmp_path / "demonstrations.parquet").to_pylist()
+    said = [[message["content"] for message in turn["prompt"]] for turn in turns]
+    truths = [turn["reward_model"]["ground_truth"] for turn in turns]
+    for messages, truth in zip(said, truths, strict=True):
+        assert truth not in messages[1::2], "a game guesses no number twice"
+    numbers = Counter(truths)
+    assert sorted(map(int, numbers)) == list(range(1, 16)) and max(numbers.values()) < 1.3 * min(numbers.values())
+    after = {tuple(messages[1:]) for messages in said if messages[1:2] == ["8"] and len(messages) == 3}
+    assert after == {("8", "higher"), ("8", "lower")}
+    demo_tasks.make_model(tmp_path / "model", 0, GUESS_NUMBER)
+    encoder = ChatEncoder(str(tmp_path / "model"))
+    encoder.check_replies()
+    longest = max(turns, key=lambda turn: len(turn["prompt"]))
+    assert len(encoder.encode(longest["prompt"])) == 1 + 3 * 3, "each turn: a guess, its end, and the answer to it"
+    assert check_file(tmp_path / "train.parquet").num_usable == 3000
