@@ -28,12 +28,21 @@ class SamplingParameters(_message.Message):
 class GenerateRequest(_message.Message):
     __slots__ = ("items", "sampling", "required_version")
     class Item(_message.Message):
-        __slots__ = ("prompt_ids", "num_samples")
+        __slots__ = ("prompt_ids", "num_samples", "episode")
         PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
         NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+        EPISODE_FIELD_NUMBER: _ClassVar[int]
         prompt_ids: bytes
         num_samples: int
-        def __init__(self, prompt_ids: _Optional[bytes] = ..., num_samples: _Optional[int] = ...) -> None: ...
+        episode: GenerateRequest.Episode
+        def __init__(self, prompt_ids: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., episode: _Optional[_Union[GenerateRequest.Episode, _Mapping]] = ...) -> None: ...
+    class Episode(_message.Message):
+        __slots__ = ("row", "name")
+        ROW_FIELD_NUMBER: _ClassVar[int]
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        row: str
+        name: str
+        def __init__(self, row: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -45,18 +54,22 @@ class GenerateRequest(_message.Message):
 class GenerateReply(_message.Message):
     __slots__ = ("items",)
     class Sample(_message.Message):
-        __slots__ = ("ids", "behavior_logprobs", "text", "finish_reason", "spans")
+        __slots__ = ("ids", "behavior_logprobs", "text", "finish_reason", "spans", "earned_reward", "episode")
         IDS_FIELD_NUMBER: _ClassVar[int]
         BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
         TEXT_FIELD_NUMBER: _ClassVar[int]
         FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
         SPANS_FIELD_NUMBER: _ClassVar[int]
+        EARNED_REWARD_FIELD_NUMBER: _ClassVar[int]
+        EPISODE_FIELD_NUMBER: _ClassVar[int]
         ids: bytes
         behavior_logprobs: bytes
         text: str
         finish_reason: str
         spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]
-        def __init__(self, ids: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+        earned_reward: float
+        episode: str
+        def __init__(self, ids: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.VersionSpan, _Mapping]]] = ..., earned_reward: _Optional[float] = ..., episode: _Optional[str] = ...) -> None: ...
     class Item(_message.Message):
         __slots__ = ("samples",)
         SAMPLES_FIELD_NUMBER: _ClassVar[int]

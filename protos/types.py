@@ -63,6 +63,17 @@ class Prompt:
     def group_id(self) -> str:
         return f"{self.epoch}-{self.index}"
 
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row of the data set, in verl's columns."""
+        return {
+            "data_source": self.data_source,
+            "prompt": [dict(message) for message in self.messages],
+            "ability": self.ability,
+            "ground_truth": self.ground_truth,
+            "extra_info": dict(self.extra_info),
+        }
+
     def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
         """`extra_info` for scorers, and `num_tokens` (sampled) and `prompt` (messages) where it lacks them."""
         prompt = {"prompt": [dict(message) for message in self.messages]} if self.messages else {}

@@ -115,7 +115,7 @@ class EpisodeSampler:
     async def _begin(self, environment: Environment, prompt: Prompt, episode_id: str) -> _Episode:
         digest = hashlib.blake2b(f"{self._seed}/{prompt.group_id}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little") >> 1  # numpy's and gym's seeds have 31 bits
-        observation = await environment.reset(_task(prompt), seed=seed, episode_id=episode_id)
+        observation = await environment.reset(prompt.row, seed=seed, episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
         history = unsampled(self._encoder.encode(messages) if observation.messages else prompt.token_ids)
         return _Episode(episode_id, history, messages)
@@ -187,14 +187,3 @@ class EpisodeSampler:
             },
             token_rewards=(rewards,) if rewards.any() else None,
         )
-
-
-def _task(prompt: Prompt) -> JsonObject:
-    """The row of the data set, in verl's columns."""
-    return {
-        "data_source": prompt.data_source,
-        "prompt": [dict(message) for message in prompt.messages],
-        "ability": prompt.ability,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": dict(prompt.extra_info),
-    }

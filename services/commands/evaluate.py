@@ -18,7 +18,7 @@ from tandem.services.process import in_thread
 from tandem.services.run.endpoint import check_network
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_ports, check_reward
+from tandem.services.run.preflight import check_environment, check_ports, check_reward
 from tandem.services.run.redis_child import RedisChild
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_set, wait_for_endpoints
 from tandem.services.trainer.generations import EvaluationSet, SetResult
@@ -42,6 +42,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
     check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)
+    check_environment(recipe)
     sets = [load_set(one, recipe) for one in recipe.eval_sets]
     with ScratchFolder("eval") as folder, ExitStack() as stack:
         stack.callback(remove_leftovers)
@@ -95,5 +96,7 @@ def _print_set(one: SetResult) -> None:
         print_text(f"  {source or 'no data_source'}: accuracy {share:.4f} over {metrics['num_prompts']:.0f} prompts")
     if one.num_truncated or one.num_no_answer:
         print(f"  truncated: {one.num_truncated} rows; without an answer: {one.num_no_answer} rows")
+    if one.episodes:
+        print_text("  episodes: " + ", ".join(f"{name} {number}" for name, number in one.episodes.items()))
     for reason, number in one.unscored.items():
         print_text(f"  not scored: {number} rows ({reason})")

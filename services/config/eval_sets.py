@@ -37,13 +37,13 @@ class EvalSet(Options):
     or rubric.
     """
     samples_per_prompt: Annotated[int, Field(ge=1, le=256)] = 1
-    """n: answers to each prompt."""
+    """n: answers to each prompt; with an environment, episodes."""
     temperature: Annotated[float, Field(ge=0.0)] | None = None
     """Sampling temperature, 0 is greedy. Default: 0 for one answer to each prompt, rollout.temperature for several."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling: only the most likely tokens whose probabilities add up to this."""
     max_response_tokens: Annotated[int, Field(ge=0)] = 0
-    """Longest answer, at most rollout.max_response_tokens; 0: as long as that."""
+    """Longest answer or episode, at most rollout.max_response_tokens; 0: as long as that."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,14 +106,16 @@ def check_metric(metric: str, sets: Sequence[EvalSet]) -> None:
         raise ValueError(f"eval.keep_best: {told}; there are {', '.join(known) or 'no evaluation sets'}")
 
 
-def check_sets(sets: Sequence[EvalSet], max_response_tokens: int) -> None:
-    """Checks sets whose defaults are filled in. Raises ValueError with the place of the first fault."""
+def check_sets(sets: Sequence[EvalSet], max_response_tokens: int, *, has_environment: bool) -> None:
+    """Checks sets whose defaults are filled in. Raises ValueError with the place of the first fault. With an
+    environment, greedy samples of a prompt differ, because each meets another seed.
+    """
     names = Counter(one.name for one in sets)
     for one in sets:
         place = f"evaluation set {one.name}"
         if names[one.name] > 1:
             raise ValueError(f"{names[one.name]} evaluation sets have the name {one.name}; give each its own `name`")
-        if one.temperature == 0.0 and one.samples_per_prompt > 1:
+        if one.temperature == 0.0 and one.samples_per_prompt > 1 and not has_environment:
             told = f"samples_per_prompt {one.samples_per_prompt} with temperature 0 samples the same answer each time"
             raise ValueError(f"{place}: {told}; set a temperature")
         if one.max_response_tokens > max_response_tokens:

@@ -248,11 +248,6 @@ class Recipe(Options):
             raise ValueError("data.train_file is missing")
         if self.data.train_file and self.data.train:
             raise ValueError("data.train_file and data.train exclude each other; give one of them")
-        if self.environment.path and self.eval_sets:
-            raise ValueError(
-                "data.eval_file and eval.sets are not used with an environment, because evaluations do not run it; "
-                "remove them"
-            )
         if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
             raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
         if self.trainer.tokens_per_micro_batch < self.max_model_tokens:
@@ -263,7 +258,7 @@ class Recipe(Options):
         if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
         self._check_encoding()
-        check_sets(self.eval_sets, self.rollout.max_response_tokens)
+        check_sets(self.eval_sets, self.rollout.max_response_tokens, has_environment=bool(self.environment.path))
         check_metric(self.eval.keep_best, self.eval_sets)
         self.trainer.check_sampling(
             samples_per_prompt=self.rollout.samples_per_prompt,

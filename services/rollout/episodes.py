@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.protos import rollout_pb2
 from tandem.protos.contracts import Message
-from tandem.protos.errors import EpisodeError
+from tandem.protos.errors import DataError, EpisodeError
+from tandem.protos.types import Prompt, SamplingParameters
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Sampler
 from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
+from tandem.services.data.dataset import RowFault, parse_row
 
 
 class EpisodeEncoder:
@@ -51,3 +56,45 @@ async def start_episodes(recipe: Recipe, engine: Sampler, stack: AsyncExitStack)
     stack.push_async_callback(pool.close)
     await pool.start()
     return EpisodeSampler(engine, pool, EpisodeEncoder(encoder), config, recipe.run.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedPrompt(Prompt):
+    """A prompt of no group. Its name takes the place of the group's id."""
+
+    name: str = ""
+
+    @property
+    def group_id(self) -> str:
+        return self.name
+
+
+def requested_prompts(
+    item: rollout_pb2.GenerateRequest.Item, token_ids: NDArray[np.int32], sampling: SamplingParameters
+) -> list[Prompt]:
+    """A prompt for each sample of an item of `Generate` that asks for episodes, so that the environment's seed differs
+    from sample to sample. `token_ids` (T,) are the item's. Raises DataError if the item's row cannot be used.
+    """
+    try:
+        values = json.loads(item.episode.row)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the row of an episode is not JSON: {error}") from None
+    row = parse_row(0, values) if isinstance(values, dict) else RowFault(0, "malformed", "it is no JSON object")
+    if isinstance(row, RowFault):
+        raise DataError(f"the row of an episode cannot be used: {row.reason}: {row.detail}")
+    return [
+        _NamedPrompt(
+            epoch=0,
+            index=0,
+            token_ids=token_ids,
+            num_samples=1,
+            sampling=sampling,
+            data_source=row.data_source,
+            ability=row.ability,
+            ground_truth=row.ground_truth,
+            messages=row.messages,
+            extra_info=row.extra_info,
+            name=f"{item.episode.name}-{number}",
+        )
+        for number in range(max(item.num_samples, 1))
+    ]

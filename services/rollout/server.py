@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,14 +12,18 @@ import grpc
 import numpy as np
 
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
-from tandem.protos.errors import DataError, NotAdmittedError
+from tandem.protos.errors import DataError, EpisodeError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
-from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress, WeightManifest
+from tandem.protos.types import Prompt, SamplingParameters, Trajectory, WeightGroupAddress, WeightManifest
+from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.types import Claim
 from tandem.services.group_leases import GroupResult
 from tandem.services.leases import LeaseLoop
+from tandem.services.rollout.episodes import requested_prompts
 from tandem.services.rpc.limits import RpcLimits
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 RPC_LIMITS = RpcLimits(
@@ -45,6 +51,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     claims: Claims
     max_response_tokens: int
     weights_folder: Path
+    episodes: EpisodeSampler | None = None
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateReply:
         """Samples every item. If a version is required, a token of another one fails the call (NotAdmittedError)."""
@@ -136,10 +143,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if len(item.prompt_ids) % 4:
             raise DataError(f"item {number}: prompt_ids are int32, {len(item.prompt_ids)} bytes are none")
         prompt = np.frombuffer(item.prompt_ids, "<i4")
+        if item.HasField("episode"):
+            prompts = requested_prompts(item, prompt, sampling)
+            return await asyncio.gather(*(self._play(one, number) for number, one in enumerate(prompts)))
         # Items of one request have different random numbers.
         key = f"generate-{number}" if sampling.seed is not None else ""
         rows = await self.engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
-        return [_sample_message(row, len(prompt)) for row in rows]
+        return [_sample_message(row) for row in rows]
+
+    async def _play(self, prompt: Prompt, number: int) -> rollout_pb2.GenerateReply.Sample:
+        """An episode. One whose environment fails is no fault of the other samples."""
+        if self.episodes is None:
+            raise DataError(f"{self.name} has no environment, so it plays no episodes")
+        try:
+            return _sample_message(await self.episodes.sample(prompt, prompt.sampling, number))
+        except EpisodeError as error:
+            log.warning("episode %s failed: %s", prompt.group_id, error)
+            return rollout_pb2.GenerateReply.Sample(finish_reason="error", episode=json.dumps({"error": str(error)}))
 
 
 def _time_limit(seconds: float) -> float:
@@ -148,13 +168,16 @@ def _time_limit(seconds: float) -> float:
     return seconds
 
 
-def _sample_message(row: Trajectory, num_prompt_tokens: int) -> rollout_pb2.GenerateReply.Sample:
+def _sample_message(row: Trajectory) -> rollout_pb2.GenerateReply.Sample:
     (segment,) = row.segments
-    spans = [asdict(replace(span, first_token=span.first_token - num_prompt_tokens)) for span in segment.spans]
+    sampled = segment.loss_mask.astype(bool)
+    spans = [asdict(replace(span, first_token=int(sampled[: span.first_token].sum()))) for span in segment.spans]
     return rollout_pb2.GenerateReply.Sample(
-        ids=segment.ids[num_prompt_tokens:].astype("<i4").tobytes(),
-        behavior_logprobs=segment.behavior_logprobs[num_prompt_tokens:].astype("<f4").tobytes(),
+        ids=segment.ids[sampled].astype("<i4").tobytes(),
+        behavior_logprobs=segment.behavior_logprobs[sampled].astype("<f4").tobytes(),
         text=row.text,
         finish_reason=row.finish_reason,
         spans=[common_pb2.VersionSpan(**span) for span in spans],
+        earned_reward=row.earned_reward,
+        episode=json.dumps(dict(row.metadata)) if row.metadata else "",
     )

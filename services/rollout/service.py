@@ -276,7 +276,9 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             *(buffer, engine, config, name), episodes=episodes, with_baselines=baselines, report=heartbeat.send
         )
         security = await asyncio.to_thread(server_security, recipe, buffer)
-        servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder)
+        servicer = RolloutServicer(
+            name, engine, worker.loop, config.max_response_tokens, recipe.weights_folder, episodes
+        )
         server = await start_server(
             recipe.run.host,
             config.port + replica if config.port else 0,

@@ -19,7 +19,7 @@ def evaluation_figures(line: Line) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for name, one in line.get("sets", {}).items():
-        counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")}
+        counts = {key: one[key] for key in ("num_scored", "num_truncated", "num_no_answer")} | one.get("episodes", {})
         figures |= {f"eval/{name}/{key}": value for key, value in {**counts, **one["metrics"]}.items()}
         if len(one["data_sources"]) > 1:
             for source, metrics in one["data_sources"].items():

@@ -15,12 +15,13 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import grpc
 import numpy as np
 
 from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
 from tandem.protos.errors import NotAdmittedError, TandemError
 from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
@@ -38,7 +39,6 @@ from tandem.services.trainer.generations import (
     Generation,
     GenerationsFile,
     SetResult,
-    parts_named,
     result_of,
 )
 
@@ -111,13 +111,14 @@ def evaluate(
     """
     started = time.monotonic()
     weights = recipe.model.path if version is None else f"version {version}"
-    scoring = recipe.reward.model_dump_json()
+    environment = recipe.environment.model_dump_json() if recipe.environment.path else ""
+    depends_on = [one for one in (weights, recipe.reward.model_dump_json(), environment) if one]
     results: dict[str, SetResult] = {}
     with ExitStack() as stack:
         channels = endpoints.connected(stack)
         for one in sets:
-            file = GenerationsFile(folder / f"{one.name}.jsonl", settings := one.settings(weights, scoring))
-            missing = _complete(_Sampling(one, version, settings, channels, file))
+            file = GenerationsFile(folder / f"{one.name}.jsonl", settings := one.settings(*depends_on))
+            missing = _complete(_Sampling(one, version, settings, channels, file, plays=bool(environment)))
             results[one.name] = result_of(one, file.rows, missing, recipe.eval.min_scored)
     first = results.get(recipe.eval_sets[0].name)
     return Evaluation(
@@ -174,30 +175,28 @@ class _Sampling:
     settings: str
     channels: Channels
     file: GenerationsFile
+    plays: bool = False
+    """Whether the samples are episodes in the recipe's environment."""
     deadline: float = field(default_factory=lambda: time.monotonic() + DEADLINE_SECONDS)
 
     def run(self, place: int, chunk: Sequence[Prompt]) -> TandemError | None:
         """Samples and scores a chunk, and appends it to the set's file. Returns the error if a call failed."""
         samplers = self.channels.samplers
         try:
-            answers = self._generate(samplers[place % len(samplers)], chunk)
-            scores = self._score(chunk, answers)
+            rows = self._scored(self._generate(samplers[place % len(samplers)], chunk))
         except TandemError as error:
             return error
-        owners = [(prompt, number) for prompt in chunk for number in range(prompt.num_samples)]
-        rows = [
-            _generation(prompt, number, answer, score, self.settings)
-            for (prompt, number), answer, score in zip(owners, answers, scores, strict=True)
-        ]
         self.file.add(rows)
         return None
 
-    def _generate(self, channel: grpc.Channel, chunk: Sequence[Prompt]) -> list[rollout_pb2.GenerateReply.Sample]:
+    def _generate(self, channel: grpc.Channel, chunk: Sequence[Prompt]) -> list[tuple[Prompt, Generation]]:
         sampling = chunk[0].sampling
         request = rollout_pb2.GenerateRequest(
             items=[
                 rollout_pb2.GenerateRequest.Item(
-                    prompt_ids=np.ascontiguousarray(prompt.token_ids, "<i4").tobytes(), num_samples=prompt.num_samples
+                    prompt_ids=np.ascontiguousarray(prompt.token_ids, "<i4").tobytes(),
+                    num_samples=prompt.num_samples,
+                    episode=self._episode(prompt) if self.plays else None,
                 )
                 for prompt in chunk
             ],
@@ -210,60 +209,47 @@ class _Sampling:
         versions = {span.policy_version for sample in samples for span in sample.spans}
         if self.version is not None and not versions <= {self.version}:
             raise NotAdmittedError(f"asked for answers of version {self.version}, got {sorted(versions)}")
-        return samples
+        owners = [(prompt, number) for prompt in chunk for number in range(prompt.num_samples)]
+        return [
+            (prompt, Generation.from_answer(prompt, number, sample, self.settings))
+            for (prompt, number), sample in zip(owners, samples, strict=True)
+        ]
 
-    def _score(
-        self, chunk: Sequence[Prompt], answers: Sequence[rollout_pb2.GenerateReply.Sample]
-    ) -> Sequence[reward_pb2.ScoreReply.Item]:
-        prompts = [prompt for prompt in chunk for _ in range(prompt.num_samples)]
+    def _episode(self, prompt: Prompt) -> rollout_pb2.GenerateRequest.Episode:
+        """Names the set and the row, not the version: two versions meet the same environments."""
+        name = f"eval-{self.one.name}-{prompt.index}"
+        return rollout_pb2.GenerateRequest.Episode(row=json.dumps(dict(prompt.row)), name=name)
+
+    def _scored(self, sampled: Sequence[tuple[Prompt, Generation]]) -> list[Generation]:
+        """The samples with their scores. Those whose environment failed are not scored."""
+        items = [row.item(prompt) for prompt, row in sampled if not row.unscored]
         request = reward_pb2.ScoreRequest(
             items=[
                 reward_pb2.ScoreRequest.Item(
-                    data_source=prompt.data_source,
-                    solution=answer.text,
-                    ground_truth=json.dumps(prompt.ground_truth),
-                    extra_info=json.dumps(dict(prompt.judged_info(len(answer.ids) // 4))),
-                    group=prompt.group_id if prompt.num_samples > 1 else "",
+                    data_source=item.data_source,
+                    solution=item.solution,
+                    ground_truth=json.dumps(item.ground_truth),
+                    extra_info=json.dumps(dict(item.extra_info)),
+                    group=item.group,
                 )
-                for prompt, answer in zip(prompts, answers, strict=True)
+                for item in items
             ],
             rubric=self.one.rubric,
         )
-        with translated():
-            stub = reward_pb2_grpc.RewardServiceStub(self.channels.reward)
-            return list(stub.Score(request, timeout=_left(self.deadline)).items)
+        replies: Sequence[reward_pb2.ScoreReply.Item] = ()
+        if items:
+            with translated():
+                stub = reward_pb2_grpc.RewardServiceStub(self.channels.reward)
+                replies = stub.Score(request, timeout=_left(self.deadline)).items
+        assert len(replies) == len(items), "one score an item"
+        scores = map(_score_of, replies)
+        return [row if row.unscored else row.with_score(next(scores)) for _, row in sampled]
 
 
-def _generation(
-    prompt: Prompt,
-    number: int,
-    answer: rollout_pb2.GenerateReply.Sample,
-    score: reward_pb2.ScoreReply.Item,
-    settings: str,
-) -> Generation:
-    scored = score.scored if score.HasField("scored") else None
-    return Generation(
-        index=prompt.index,
-        sample=number,
-        data_source=prompt.data_source,
-        prompt=prompt.messages,
-        answer=answer.text,
-        num_tokens=len(answer.ids) // 4,
-        finish_reason=answer.finish_reason,
-        reward=scored.value if scored else None,
-        correct=_is_correct(scored) if scored else False,
-        breakdown=dict(scored.breakdown) if scored else {},
-        unscored="" if scored else score.unscored.reason,
-        settings=settings,
-    )
-
-
-def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
-    """Whether the scorer says so (`acc` or `correct` in the breakdown), else whether the reward is at least 1."""
-    for name in ("acc", "correct"):
-        if found := parts_named(name, scored.breakdown):
-            return all(value >= 0.5 for value in found)
-    return scored.value >= 1.0
+def _score_of(reply: reward_pb2.ScoreReply.Item) -> Score:
+    if reply.HasField("scored"):
+        return Scored(reply.scored.value, dict(reply.scored.breakdown))
+    return Unscored(cast(UnscoredReason, reply.unscored.reason))
 
 
 def _left(deadline: float) -> float:

@@ -1,4 +1,4 @@
-"""The samples of an evaluation, one JSON line each, and the figures of a set that are computed from them."""
+"""The samples of an evaluation, one JSON line each, their scores, and the figures of a set computed from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+from tandem.protos import rollout_pb2
+from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.types import Prompt
 from tandem.reward.text.values import last_boxed, last_tagged
 from tandem.services.run.json_files import JsonLines
 from tandem.trainer.sample_metrics import Mean, PromptSamples, sample_metrics
+
+_ENVIRONMENT = "environment"
+"""Reason for which an episode has no reward: its environment failed in every attempt."""
+_COUNTED = ("num_tool_calls", "num_invalid_calls", "num_tool_failures")
+"""Whole numbers in the `info` of an episode's last step that are summed over a set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,51 @@ class Generation:
     """Why it has no reward; "" if it has one."""
     settings: str
     """Digest of what the sample depends on. Only samples with the same one are used again."""
+    episode: Mapping[str, Any] = field(default_factory=dict)
+    """Of an episode: `earned_reward`, and `stop`, `num_turns`, `messages` and `info`, or `error` if its environment
+    failed.
+    """
+
+    @classmethod
+    def from_answer(
+        cls, prompt: Prompt, number: int, answer: rollout_pb2.GenerateReply.Sample, settings: str
+    ) -> Generation:
+        """Sample `number` of a prompt before it is scored."""
+        episode = {"earned_reward": answer.earned_reward, **json.loads(answer.episode)} if answer.episode else {}
+        return cls(
+            index=prompt.index,
+            sample=number,
+            data_source=prompt.data_source,
+            prompt=prompt.messages,
+            answer=answer.text,
+            num_tokens=len(answer.ids) // 4,
+            finish_reason=answer.finish_reason,
+            reward=None,
+            correct=False,
+            breakdown={},
+            unscored=_ENVIRONMENT if "error" in episode else "",
+            settings=settings,
+            episode=episode,
+        )
+
+    def item(self, prompt: Prompt) -> ScoreItem:
+        """What a scorer judges, of a sample of this prompt."""
+        info = dict(prompt.judged_info(self.num_tokens))
+        if "messages" in self.episode:
+            info["messages"] = self.episode["messages"]
+        group = prompt.group_id if prompt.num_samples > 1 else ""
+        return ScoreItem(prompt.data_source, self.answer, prompt.ground_truth, info, group)
+
+    def with_score(self, score: Score) -> Generation:
+        """The sample with its score, to which what an episode earned is added."""
+        if isinstance(score, Unscored):
+            return replace(self, reward=None, correct=False, breakdown={}, unscored=score.reason)
+        reward, breakdown = score.value, dict(score.breakdown)
+        if self.episode:
+            earned = self.episode["earned_reward"]
+            reward, breakdown = reward + earned, {**(breakdown or {"scorer": reward}), "earned": earned}
+        correct = _is_correct(reward, score.breakdown)
+        return replace(self, reward=reward, correct=correct, breakdown=breakdown, unscored="")
 
     @property
     def has_no_answer(self) -> bool:
@@ -58,10 +111,12 @@ class EvaluationSet:
     prompts: Sequence[Prompt]
     rubric: str = ""
 
-    def settings(self, weights: str, scoring: str) -> str:
-        """Digest of everything that the samples and their scores depend on."""
+    def settings(self, *others: str) -> str:
+        """Digest of everything that the samples and their scores depend on: the set's and the others, which are the
+        weights, the scoring, and the environment if there is one.
+        """
         digest = hashlib.blake2b(digest_size=8)
-        for one in (weights, scoring, self.rubric):
+        for one in (*others, self.rubric):
             digest.update(f"{len(one)}:{one}".encode())
         for prompt in self.prompts:
             known = [prompt.index, prompt.num_samples, asdict(prompt.sampling), prompt.data_source, prompt.ground_truth]
@@ -83,6 +138,10 @@ class SetResult:
     """Scored samples in which the scorer found no answer, as far as it says so."""
     unscored: Mapping[str, int]
     """Samples without a score, by reason."""
+    episodes: Mapping[str, int] = field(default_factory=dict)
+    """Sums over episodes: `num_turns`, `stop_<reason>` for each reason that ended one, and what their environments
+    count in `info`: `num_tool_calls`, `num_invalid_calls`, `num_tool_failures`.
+    """
     failed: str = ""
     """Why there are no metrics."""
     accuracy: float | None = None
@@ -131,6 +190,14 @@ def parts_named(name: str, breakdown: Mapping[str, float]) -> list[float]:
     return [value for key, value in breakdown.items() if key.rpartition("/")[2] == name]
 
 
+def _is_correct(reward: float, breakdown: Mapping[str, float]) -> bool:
+    """Whether the scorer says so (`acc` or `correct` in the breakdown), else whether the reward is at least 1."""
+    for name in ("acc", "correct"):
+        if found := parts_named(name, breakdown):
+            return all(value >= 0.5 for value in found)
+    return reward >= 1.0
+
+
 def final_answer(text: str) -> str:
     r"""What an answer votes for: the last `\boxed{…}`, else the last `<answer>…</answer>`, else what follows the last
     `####`, else the whole text; white space counts as one space.
@@ -157,6 +224,7 @@ def result_of(
         num_truncated=sum(row.finish_reason == "length" for row in rows),
         num_no_answer=sum(row.has_no_answer for row in scored),
         unscored=dict(unscored),
+        episodes=_episode_sums([row.episode for row in rows if "stop" in row.episode]),
     )
     if not scored or len(scored) < min_scored * num_samples:
         told = f"{len(scored)} of {num_samples} samples have a score, fewer than eval.min_scored = {min_scored:g}"
@@ -171,6 +239,14 @@ def result_of(
         intervals={name: (mean.low, mean.high) for name, mean in means.items()},
         data_sources={source: _of_source(scored, source, n) for source in sources},
     )
+
+
+def _episode_sums(episodes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for one in episodes:
+        counted = {name: value for name in _COUNTED if type(value := one["info"].get(name)) is int}
+        sums.update({"num_turns": one["num_turns"], f"stop_{one['stop']}": 1, **counted})
+    return dict(sums)
 
 
 def _of_source(scored: Sequence[Generation], source: str, num_samples: int) -> dict[str, float]:

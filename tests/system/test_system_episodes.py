@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, JsonLines
 from tests.support.whole_run import WholeRun
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -25,8 +26,10 @@ def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
             "max_turn_tokens": 16,
         },
         reward={"scorer": "earned"},
+        eval={"sets": [{"name": "held_out", "file": str(tmp_path / "data" / "eval.parquet"), "limit": 6}]},
     )
     run.finish()
+    check_evaluations(run)
     rows = run.trained_rows()
     assert len(rows) == 4 * 4 * 4
     turns = [row.trajectory.metadata["num_turns"] for _, row in rows]
@@ -46,3 +49,22 @@ def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
     replayed = run.tandem("replay", str(run.folder))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "equal" in replayed.stdout
+
+
+def check_evaluations(run: WholeRun) -> None:
+    """The first and the last version played the same episodes, seen from their environments."""
+    evaluations = JsonLines(run.folder / EVALUATIONS_FILE).read()
+    assert [line["version"] for line in evaluations] == [0, 4]
+    seen = []
+    for line in evaluations:
+        found = line["sets"]["held_out"]
+        assert (found["num_scored"], found["failed"]) == (6, "")
+        stops = {name: number for name, number in found["episodes"].items() if name.startswith("stop_")}
+        assert sum(stops.values()) == 6 and found["episodes"]["num_turns"] >= 6
+        rows = JsonLines(run.folder / GENERATIONS_FOLDER / f"{line['version']:06d}" / "held_out.jsonl").read()
+        for row in rows:
+            episode = row["episode"]
+            turns_that_earned = episode["num_turns"] - (episode["stop"] == "length")
+            assert row["reward"] == episode["earned_reward"] == 0.25 * turns_that_earned
+        seen.append([row["episode"]["messages"][len(row["prompt"])]["content"] for row in rows])
+    assert seen[0] == seen[1] and len(set(seen[0])) == 6, "the seeds differ by prompt and not by version"

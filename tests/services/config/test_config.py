@@ -110,7 +110,6 @@ def test_an_unknown_section_names_the_nearest_known_one_or_all_keys() -> None:
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
         ({"reward": {"min_scored_samples": 99}}, "reward.min_scored_samples"),
         ({"trainer": {"tokens_per_micro_batch": 8}}, "trainer.tokens_per_micro_batch"),
-        ({"environment": {"path": "a:B"}, "data": {"eval_file": "x"}}, "eval.sets are not used with"),
         ({"rollout": {"engine": "vlm"}}, "rollout.engine: there is no 'vlm'; did you mean vllm?"),
     ],
 )

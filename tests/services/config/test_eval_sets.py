@@ -48,6 +48,11 @@ def test_the_best_version_is_chosen_by_a_metric_that_exists() -> None:
         parse_recipe({**one.model_dump(), "eval": {"stop_at": 0.5}})
 
 
+def test_greedy_samples_of_a_prompt_differ_with_an_environment() -> None:
+    one = {"file": "a", "samples_per_prompt": 4, "temperature": 0.0}
+    assert recipe(one, environment={"path": "a:B"}).eval_sets[1].temperature == 0.0
+
+
 def test_a_resolved_recipe_has_the_same_sets(tmp_path: Any) -> None:
     one = recipe({"file": "aime.jsonl", "scorer": "exact"}, {"name": "long", "file": "aime.jsonl", "limit": 3})
     (tmp_path / "config.json").write_text(dump_recipe(one))

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from tandem.services.config.eval_sets import EvalConfig
-from tandem.services.run.best_version import best_version, reason_to_stop, remove_others, values_by_version
+from tandem.services.run.best_version import (
+    best_version,
+    evaluation_figures,
+    reason_to_stop,
+    remove_others,
+    values_by_version,
+)
 from tests.support.made_up_run import evaluation_line
 
 METRIC = "eval/test/pass@1"
@@ -25,6 +31,13 @@ def test_the_best_version_is_the_first_trained_one_with_the_highest_value() -> N
     assert best_version({}) is None
     repeated = [*lines(0.0, 0.1), evaluation_line(1, 0.3)]
     assert values_by_version(repeated, METRIC) == {1: 0.3}, "a version that was evaluated again"
+
+
+def test_the_sums_over_episodes_are_figures() -> None:
+    line = evaluation_line(1, 0.5)
+    line["sets"]["test"]["episodes"] = {"num_turns": 9, "stop_terminated": 3}
+    figures = evaluation_figures(line)
+    assert (figures["eval/test/num_turns"], figures["eval/test/stop_terminated"]) == (9, 3)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,28 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
         return reply
 
 
+class Episodes(Answers):
+    """Every sample is an episode of two turns that earns 0.5 and calls three tools. Sample 1 of each prompt is cut off,
+    the environment of sample 2 fails.
+    """
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.GenerateReply:
+        reply = await super().Generate(request, context)
+        for item in reply.items:
+            for number, sample in enumerate(item.samples):
+                info = {"num_tool_calls": 3, "num_invalid_calls": number, "num_tool_failures": "none", "score": 1}
+                ended = {"stop": "turns" if number else "terminated", "num_turns": 2, "info": info}
+                sample.earned_reward = 0.5
+                sample.episode = json.dumps({**ended, "messages": [{"role": "user", "content": "?"}]})
+            if len(item.samples) > 2:
+                item.samples[2].CopyFrom(
+                    rollout_pb2.GenerateReply.Sample(finish_reason="error", episode='{"error": "step: gone"}')
+                )
+        return reply
+
+
 class Judge(reward_pb2_grpc.RewardServiceServicer):
     """Scores 1 for an even answer, 0 for an odd one, a time-out for multiples of 10. Finds no answer in 7."""
 
@@ -189,6 +211,38 @@ def test_samples_of_other_settings_are_not_used_again(tmp_path: Path) -> None:
         other = parse_recipe({**recipe().model_dump(), "reward": {"scorer": "numeric"}})
         evaluate(VERSION, [prompts(11)], endpoints, other, tmp_path)
     assert sampler.requests, "another scorer"
+
+
+def test_with_an_environment_samples_are_episodes_whose_reward_is_what_they_earned_and_their_score(
+    tmp_path: Path,
+) -> None:
+    values = recipe(min_scored=0.5).model_dump()
+    with_environment = parse_recipe({**values, "environment": {"path": "a:B", "max_turns": 2}})
+    one = prompts(2, 3, temperature=1.0, seed=1)
+    with serving(sampler := Episodes(), judge=(judge := Judge())) as endpoints:
+        result = evaluate(VERSION, [one], endpoints, with_environment, tmp_path)
+    (request,) = sampler.requests
+    assert [item.episode.name for item in request.items] == ["eval-test-0", "eval-test-1"]
+    row = {"data_source": "s1", "prompt": [], "ability": "", "ground_truth": "?", "extra_info": {}}
+    assert json.loads(request.items[1].episode.row) == row
+    asked = [item for one in judge.requests for item in one.items]
+    assert [item.solution for item in asked] == ["1", "2", "2", "3"], "what failed is not scored"
+    assert json.loads(asked[0].extra_info)["messages"] == [{"role": "user", "content": "?"}]
+    rows = lines(tmp_path / "test.jsonl")
+    assert [row["reward"] for row in rows] == [0.5, 1.5, None, 1.5, 0.5, None]
+    assert [row["correct"] for row in rows] == [False, True, False, True, False, False]
+    assert rows[0]["breakdown"] == {"math/answered": 1.0, "earned": 0.5}
+    assert (rows[2]["unscored"], rows[2]["episode"]["error"]) == ("environment", "step: gone")
+    found = result.sets["test"]
+    assert (found.unscored, found.num_scored) == ({"environment": 2}, 4)
+    counted = {"num_turns": 8, "stop_terminated": 2, "stop_turns": 2, "num_tool_calls": 12, "num_invalid_calls": 2}
+    assert found.episodes == counted, "what is no whole number is not counted"
+    with serving(sampler := Episodes()) as endpoints:
+        evaluate(VERSION, [one], endpoints, with_environment, tmp_path)
+        assert sampler.requests == []
+        longer = parse_recipe({**values, "environment": {"path": "a:B", "max_turns": 3}})
+        evaluate(VERSION, [one], endpoints, longer, tmp_path)
+        assert sampler.requests, "another environment"
 
 
 def test_below_the_bound_of_scored_samples_a_set_fails_with_one_line(tmp_path: Path) -> None:
