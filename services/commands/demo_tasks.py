@@ -45,14 +45,20 @@ ARITHMETIC = DemoTask(
     "a model that forgets to carry learns to add",
     "a sloppy pupil",
     arithmetic.write_task,
-    {"hidden": 128, "layers": 4, "chat_template": PLAIN_TEMPLATE},
+    {"hidden": 128, "layers": 4, "initializer_range": 0.02, "chat_template": PLAIN_TEMPLATE},
 )
 GUESS_NUMBER = DemoTask(
     "guess_number",
     "a model that guesses at random learns to read the answers, and to search",
     "random guesses",
     guessing.write_task,
-    {"hidden": 64, "layers": 2, "chat_template": guessing.CHAT_TEMPLATE, "words": guessing.WORDS},
+    {
+        "hidden": 64,
+        "layers": 2,
+        "initializer_range": 0.1,
+        "chat_template": guessing.CHAT_TEMPLATE,
+        "words": guessing.WORDS,
+    },
 )
 TASKS: dict[str, DemoTask] = {task.name: task for task in (ARITHMETIC, GUESS_NUMBER)}
 
@@ -60,7 +66,7 @@ TASKS: dict[str, DemoTask] = {task.name: task for task in (ARITHMETIC, GUESS_NUM
 def make_model(folder: Path, seed: int, task: DemoTask = ARITHMETIC) -> None:
     """Writes the random model that the warm-up starts from. Raises EnvironmentLackError if the disk is full."""
     with atomic_folder(folder) as begun:
-        build_tiny_model(begun, seed=seed, initializer_range=0.02, **task.model)
+        build_tiny_model(begun, seed=seed, **task.model)
 
 
 if __name__ == "__main__":
