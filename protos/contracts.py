@@ -125,7 +125,7 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Frees what the environment holds. Called once, also in the middle of an episode."""
+        """Frees what the environment holds, also in the middle of an episode. A second call does nothing."""
         ...
 
 

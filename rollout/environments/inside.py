@@ -24,7 +24,7 @@ from typing import TextIO
 from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
 
 _MAX_DETAIL = 500
-_MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
+MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
 
 
 class ContractError(Exception):
@@ -71,12 +71,12 @@ class _Episodes:
             case "reset":
                 environment = self._open[episode_id] = self._create()
                 observation = await environment.reset(message["task"], seed=message["seed"], episode_id=episode_id)
-                return {"messages": _messages(observation, Observation)}
+                return {"messages": checked_messages(observation, Observation)}
             case "step":
                 result = await self._open[episode_id].step(
                     message["action"], deadline=message["deadline"], idempotency_key=message["idempotency_key"]
                 )
-                return _step_fields(result)
+                return result_fields(result)
             case "close":
                 if (closing := self._open.pop(episode_id, None)) is not None:
                     await closing.close()
@@ -86,8 +86,9 @@ class _Episodes:
         raise AssertionError(f"unknown call {message['do']!r}")
 
 
-def _step_fields(result: StepResult) -> JsonObject:
-    messages = _messages(result, StepResult)
+def result_fields(result: StepResult) -> JsonObject:
+    """What `step` returned, for JSON. Raises ContractError if the contract does not allow it."""
+    messages = checked_messages(result, StepResult)
     reward, ended = result.reward, result.terminated or result.truncated
     if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise ContractError(f"step returned the reward {reward!r:.80}, which is no finite number")
@@ -97,7 +98,8 @@ def _step_fields(result: StepResult) -> JsonObject:
     return {"messages": messages, "reward": float(reward), **ends, "info": dict(result.info)}
 
 
-def _messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
+def checked_messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
+    """The messages that `reset` or `step` returned. Raises ContractError if the contract does not allow them."""
     if not isinstance(result, expected):
         method = "reset" if expected is Observation else "step"
         raise ContractError(f"{method} returned {type(result).__name__} instead of {expected.__name__}")
@@ -110,15 +112,15 @@ def _messages(result: object, expected: type[Observation] | type[StepResult]) ->
 async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> None:
     try:
         line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
-        if len(line) > _MAX_LINE_BYTES:
-            raise ContractError(f"{message['do']} returned more than {_MAX_LINE_BYTES >> 10} KiB")
+        if len(line) > MAX_LINE_BYTES:
+            raise ContractError(f"{message['do']} returned more than {MAX_LINE_BYTES >> 10} KiB")
     except Exception as error:  # user code: its episode fails, no other
-        line = json.dumps({"call": message["call"], "error": _described(error)})
+        line = json.dumps({"call": message["call"], "error": described(error)})
     reply.write(line + "\n")
     reply.flush()
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """One line: the exception and where the user's code raised it."""
     if isinstance(error, ContractError):
         return str(error)
@@ -151,11 +153,17 @@ async def _serve(create: Callable[[], Environment], calls: TextIO, reply: TextIO
     await loop.create_future()  # until `read` ends the process
 
 
+def taken_pipes() -> tuple[TextIO, TextIO]:
+    """Standard input and output of before: environments, and what they start, may read and print."""
+    calls, reply = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return calls, reply
+
+
 def main() -> None:
     """Builds the class named by the first line of standard input, then serves its episodes."""
-    calls, reply = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # environments, and what they start, may read and print
-    os.dup2(2, 1)
+    calls, reply = taken_pipes()
     start = json.loads(calls.readline() or "null")
     if start is None:
         return
@@ -163,7 +171,7 @@ def main() -> None:
         chosen = load_class(start["path"])
         chosen(**start["arguments"])
     except Exception as error:
-        text = _described(error) if isinstance(error, ContractError) else f"{start['path']}: {_described(error)}"
+        text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"
         reply.write(json.dumps({"error": text}) + "\n")
         return
     reply.write("{}\n")

@@ -57,7 +57,7 @@ class _Process:
             if fault := json.loads(line).get("error"):
                 raise ConfigError(f"environment.path: {fault}")
         except BaseException as error:
-            await _end(process)
+            await end_process(process)
             if isinstance(error, TimeoutError | ConnectionError):
                 fault = f"its process did not start within {_START_SECONDS:.0f} s; see this log"
                 raise EpisodeError(f"environment.path {config.path}: {fault}") from None
@@ -89,7 +89,7 @@ class _Process:
 
     async def end(self) -> None:
         self._reading.cancel()  # a process that it has started may still have its end of the pipe
-        await _end(self._process)
+        await end_process(self._process)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -105,7 +105,7 @@ class _Process:
                     waiting.set_exception(EpisodeError(_DEAD))
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """Kills a process and those that it has started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
