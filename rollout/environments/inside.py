@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -147,7 +148,7 @@ async def _serve(create: Callable[[], Environment], calls: TextIO, reply: TextIO
     def read() -> None:
         for line in calls:
             loop.call_soon_threadsafe(begin, json.loads(line))
-        os._exit(0)  # the sampler has ended; an environment may block the loop
+        os.killpg(0, signal.SIGKILL)  # the sampler has ended; an environment may block the loop, or have started others
 
     threading.Thread(target=read, daemon=True).start()
     await loop.create_future()  # until `read` ends the process

@@ -187,5 +187,7 @@ class EnvironmentPool:
         async with self._starting[place]:
             process = self._processes[place]
             if process is None or process.is_dead:
+                if process is not None:
+                    await process.end()  # what it has started may have outlived it
                 process = self._processes[place] = await _Process.start(self._config)
             return process

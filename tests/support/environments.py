@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,5 +88,22 @@ class Chatty:
         said = action["content"]
         role, size = ("user", int(said)) if said.isdecimal() else (said, 1)
         return StepResult([{"role": role, "content": "x" * size}], reward=1.0)
+
+    async def close(self) -> None: ...
+
+
+class Starts:
+    """Starts a process, whose id it writes into a file. Its first step kills its own process."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        self.file.write_text(str(subprocess.Popen(["sleep", "3600"]).pid))  # noqa: ASYNC220
+        return Observation([])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
     async def close(self) -> None: ...
