@@ -127,3 +127,17 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Frees what the environment holds. Called once, also in the middle of an episode."""
         ...
+
+
+class SnapshotEnvironment(Environment, Protocol):
+    """An environment whose episode can go on in another object of its class, e.g. after the death of its process."""
+
+    async def snapshot(self) -> bytes:
+        """The state of the episode between two steps."""
+        ...
+
+    async def restore(self, state: bytes) -> None:
+        """Continues the episode of a snapshot. Called once, in place of `reset`, on an object of the same class and
+        arguments.
+        """
+        ...
