@@ -19,6 +19,8 @@ MAX_GUESSES = 4
 class GuessNumber:
     """Earns 1 for the right number, which depends on the seed."""
 
+    resume = "replay"  # the same guesses get the same answers
+
     def __init__(self, shuffled: bool = False) -> None:
         self.shuffled = shuffled
         self.num_guesses = 0

@@ -17,7 +17,7 @@ from typing import cast
 
 from tandem.protos.contracts import JsonObject, SnapshotEnvironment
 from tandem.rollout.environments.checked_episode import CheckedClass, CheckError, Episode, first_difference, played
-from tandem.rollout.environments.inside import taken_pipes
+from tandem.rollout.environments.inside import checked_snapshot, taken_pipes
 from tandem.rollout.environments.leaks import growth, held
 
 _SEEDS = (0, 1, 2**31 - 1)
@@ -161,12 +161,9 @@ async def _leaks(checked: CheckedClass, _given: JsonObject) -> JsonObject:
 async def _snapshot(checked: CheckedClass, _given: JsonObject) -> JsonObject:
     """An episode, and its snapshots after `reset` and after each step but the last."""
     episode, states = Episode(checked), list[str]()
-    environment = cast(SnapshotEnvironment, episode.environment)
     await episode.reset()
     while not episode.has_ended:
-        state = await checked.call("snapshot", environment.snapshot)
-        if not isinstance(state, bytes):
-            raise CheckError(f"snapshot returned {type(state).__name__} instead of bytes")
+        state = await checked.call("snapshot", partial(checked_snapshot, episode.environment))
         states.append(b64encode(state).decode())
         await episode.step()
     await episode.close()

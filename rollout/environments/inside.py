@@ -16,13 +16,23 @@ import signal
 import sys
 import threading
 import traceback
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast, get_args
 
-from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
+from tandem.protos.contracts import (
+    MAX_SNAPSHOT_BYTES,
+    Environment,
+    JsonObject,
+    Message,
+    Observation,
+    Resume,
+    SnapshotEnvironment,
+    StepResult,
+)
 
 _MAX_DETAIL = 500
 MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
@@ -52,10 +62,23 @@ def load_class(path: str) -> Callable[..., Environment]:
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise ContractError(f"{path}: {place} has no class {name}")
-    missing = [method for method in ("reset", "step", "close") if not callable(getattr(found, method, None))]
-    if missing:
-        raise ContractError(f"{path}: the class has no method {' and no '.join(missing)} (see tandem.Environment)")
+    _check_methods(path, found, "reset", "step", "close")
+    if resume_mode(found) not in get_args(Resume):
+        expected = " or ".join(f"'{mode}'" for mode in get_args(Resume))
+        raise ContractError(f"{path}: the class's resume is {resume_mode(found)!r:.80}; it must be {expected}")
+    if resume_mode(found) == "snapshot":
+        _check_methods(path, found, "snapshot", "restore")
     return found
+
+
+def resume_mode(environment: Callable[..., Environment]) -> Resume:
+    """How an interrupted episode of the class goes on."""
+    return cast("Resume", getattr(environment, "resume", "restart"))
+
+
+def _check_methods(path: str, found: type, *methods: str) -> None:
+    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
+        raise ContractError(f"{path}: the class has no method {' and no '.join(missing)} (see tandem.Environment)")
 
 
 class _Episodes:
@@ -78,6 +101,12 @@ class _Episodes:
                     message["action"], deadline=message["deadline"], idempotency_key=message["idempotency_key"]
                 )
                 return result_fields(result)
+            case "snapshot":
+                return {"state": b64encode(await checked_snapshot(self._open[episode_id])).decode()}
+            case "restore":
+                environment = self._open[episode_id] = self._create()
+                await cast("SnapshotEnvironment", environment).restore(b64decode(message["state"]))
+                return {}
             case "close":
                 if (closing := self._open.pop(episode_id, None)) is not None:
                     await closing.close()
@@ -85,6 +114,16 @@ class _Episodes:
             case "ping":
                 return {}
         raise AssertionError(f"unknown call {message['do']!r}")
+
+
+async def checked_snapshot(environment: Environment) -> bytes:
+    """The snapshot of an environment. Raises ContractError if the contract does not allow it."""
+    state: object = await cast("SnapshotEnvironment", environment).snapshot()
+    if not isinstance(state, bytes):
+        raise ContractError(f"snapshot returned {type(state).__name__} instead of bytes")
+    if len(state) > MAX_SNAPSHOT_BYTES:
+        raise ContractError(f"snapshot returned {len(state)} bytes; it may have {MAX_SNAPSHOT_BYTES}")
+    return state
 
 
 def result_fields(result: StepResult) -> JsonObject:
@@ -175,7 +214,7 @@ def main() -> None:
         text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"
         reply.write(json.dumps({"error": text}) + "\n")
         return
-    reply.write("{}\n")
+    reply.write(json.dumps({"resume": resume_mode(chosen)}) + "\n")
     reply.flush()
     asyncio.run(_serve(lambda: chosen(**start["arguments"]), calls, reply))
 

@@ -75,7 +75,7 @@ def test_a_snapshot_is_restored_at_every_step() -> None:
         ("cancellation", "KeepsLock", "in an episode after cancelled ones, step 1 has not ended after 0.2 s"),
         ("close", "ClosesOnce", "a second close after 0 steps: RuntimeError: it is closed"),
         ("close", "NeedsStep", "close after 0 steps: IndexError: pop from empty list"),
-        ("snapshot", "TextState", "snapshot returned str instead of bytes"),
+        ("snapshot", "TextState", "snapshot: snapshot returned str instead of bytes"),
     ],
 )
 def test_a_check_says_in_one_line_what_is_wrong(check: str, name: str, told: str) -> None:
