@@ -75,6 +75,14 @@ class ScorerInfo:
     """Where the scorer runs: one of `tandem.reward.contracts.Isolation`."""
 
 
+Resume = Literal["restart", "replay", "snapshot"]
+"""How an episode goes on after its environment's process, or its sampler, has died: from its start, by the same actions
+once more, or from the snapshot after its last step.
+"""
+
+MAX_SNAPSHOT_BYTES = 32 << 10
+"""Largest snapshot of an environment, which is stored for every unfinished episode."""
+
 JsonObject = Mapping[str, Any]
 Message = JsonObject
 """A chat message: `role`, `content` and any other key that the chat template reads."""
@@ -107,7 +115,8 @@ class Environment(Protocol):
     """An environment that a policy acts in for several turns. Each episode has an object of its own.
 
     The methods run in the event loop of a process that has the environments of several episodes, so they may not block
-    it (docs/environments.md).
+    it (docs/environments.md). A class attribute `resume` says how an interrupted episode goes on (`Resume`); without it
+    the episode starts again.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
@@ -119,11 +128,25 @@ class Environment(Protocol):
 
         Args:
             deadline: Unix time in seconds by which the result must be there.
-            idempotency_key: names this step of this attempt at the episode; the environment's server may use it to
-                carry out a request once that it gets twice.
+            idempotency_key: names this step with this action, also in a later attempt at the episode; the environment's
+                server may use it to carry out a request once that it gets twice.
         """
         ...
 
     async def close(self) -> None:
-        """Frees what the environment holds. Called once, also in the middle of an episode."""
+        """Frees what the environment holds, also in the middle of an episode. A second call does nothing."""
+        ...
+
+
+class SnapshotEnvironment(Environment, Protocol):
+    """An environment whose episode can go on in another object of its class, e.g. after the death of its process."""
+
+    async def snapshot(self) -> bytes:
+        """The state of the episode between two steps, at most `MAX_SNAPSHOT_BYTES`."""
+        ...
+
+    async def restore(self, state: bytes) -> None:
+        """Continues the episode of a snapshot. Called once, in place of `reset`, on an object of the same class and
+        arguments.
+        """
         ...

@@ -104,7 +104,7 @@ class UnavailableError(TandemError, grpc_code="UNAVAILABLE"):
 
 
 class EpisodeError(TandemError, grpc_code="UNAVAILABLE"):
-    """An environment raised, hung, died or broke its contract. Its episode starts again, or its group is given back."""
+    """An environment raised, hung, died or broke its contract. It is tried again, or its group is given back."""
 
 
 class WeightTransferError(TandemError, grpc_code="DATA_LOSS"):

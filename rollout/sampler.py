@@ -207,14 +207,14 @@ class Sampler(ABC):
         """Samples one trajectory, a request of its own.
 
         With a `key` (a group's id) or a seed in `sampling`, its random numbers depend only on the run's seed, those two
-        and `trajectory_id`. An `unfinished` one, from `unfinished` of any sampler, is continued after its last token. A
-        segment in place of the prompt, such as the turns before, stays the beginning of the trajectory as it is.
+        and `trajectory_id`. A segment in place of the prompt, such as the turns before, stays the beginning of the
+        trajectory as it is. An `unfinished` one, from `unfinished` of any sampler, is continued after its last token.
 
         Raises DataError if the prompt or the parameters cannot be used, UnavailableError once the engine has ended.
         """
         begun = unfinished.segments[0] if unfinished else None
         if isinstance(prompt_ids, Segment):
-            begun, prompt_ids = prompt_ids, prompt_ids.ids
+            begun, prompt_ids = begun or prompt_ids, prompt_ids.ids
         prompt = np.asarray(prompt_ids, np.int32)
         room = self.max_model_tokens - len(prompt)
         if not len(prompt) or room < 1:

@@ -10,6 +10,7 @@ import typer
 
 from tandem.services.command_line import argument, command, console, option, read_secret_files, run_service_command
 from tandem.services.commands.chaos import chaos_app
+from tandem.services.commands.env import env_app
 from tandem.services.commands.ledger import ledger_app
 from tandem.services.commands.operate import operate_app
 from tandem.services.commands.reward import reward_app
@@ -32,6 +33,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Checks datasets.\n\nExample: 
 certs_app = typer.Typer(no_args_is_help=True, help="Makes TLS certificates.\n\nExample: tandem certs init certs")
 app.add_typer(certs_app, name="certs")
 app.add_typer(data_app, name="data")
+app.add_typer(env_app, name="env")
 app.add_typer(reward_app, name="reward")
 app.add_typer(ledger_app)
 app.add_typer(operate_app)

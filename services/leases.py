@@ -31,6 +31,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and thus the longest delay of a stop
 _POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
 _REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
+_EARLY_SAVE_PAUSES = 50.0  # times the duration of the save before: early saves take at most 2 % of the time
 _GRACE_SECONDS = 5.0  # for work in threads, which must notice the cancellation by itself
 _OUTAGES = (UnavailableError, EnvironmentLackError)
 
@@ -163,6 +164,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._completion: asyncio.Task[Collection[int]] | None = None  # of what is in `_finished`
         self._completing = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._save_soon = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._result_figures: Counter[str] = Counter()
 
@@ -222,6 +224,10 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         while (is_busy := bool(self._held) or self._claiming) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not is_busy
+
+    def save_soon(self) -> None:
+        """For workers: renews the leases, and so saves unsaved results, before this is due."""
+        self._save_soon.set()
 
     async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
         """For workers: saves unsaved results, then waits. Returns False if the lease was cancelled meanwhile."""
@@ -317,10 +323,17 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         await self._wait_for_change(OUTAGE_PAUSE_SECONDS)
 
     async def _renew_forever(self) -> None:
+        interval, took = self._lease_seconds / 3, 0.0
         try:
             while True:
-                await asyncio.sleep(self._lease_seconds / 3)
+                pause = min(_EARLY_SAVE_PAUSES * took, interval)
+                await asyncio.sleep(pause)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._save_soon.wait(), interval - pause)
+                self._save_soon.clear()
+                started = time.monotonic()
                 await self._renew(list(self._held.values()))
+                took = time.monotonic() - started
         except Exception as error:
             self.fail(error)
 

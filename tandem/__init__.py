@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem.protos.contracts import Environment, Observation, Score, Scored, ScoreItem, StepResult, Unscored
+    from tandem.protos.contracts import (
+        Environment,
+        Observation,
+        Score,
+        Scored,
+        ScoreItem,
+        SnapshotEnvironment,
+        StepResult,
+        Unscored,
+    )
     from tandem.protos.errors import TandemError, UserError
     from tandem.reward.contracts import Scorer
     from tandem.services.clients import AsyncRewardClient, RewardClient
@@ -37,6 +46,7 @@ __all__ = [
     "ScoreItem",
     "Scored",
     "Scorer",
+    "SnapshotEnvironment",
     "StepResult",
     "TandemError",
     "Unscored",
@@ -44,7 +54,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "protos.contracts": "Environment Observation Score ScoreItem Scored StepResult Unscored",
+    "protos.contracts": "Environment Observation Score ScoreItem Scored SnapshotEnvironment StepResult Unscored",
     "protos.errors": "TandemError UserError",
     "reward.contracts": "Scorer",
     "services.clients": "AsyncRewardClient RewardClient",

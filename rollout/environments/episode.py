@@ -1,4 +1,8 @@
-"""An episode: the policy and an environment answer each other until the environment, or a limit, ends it."""
+"""An episode: the policy and an environment answer each other until the environment, or a limit, ends it.
+
+An attempt at an episode may fail because of its environment, and its sampler may die. Where the environment's class
+says that it can (`resume`), the next attempt goes on from the state that rollout/environments/journal.py keeps.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,18 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.protos.contracts import Environment, JsonObject, Message
+from tandem.protos.contracts import Environment, Message, SnapshotEnvironment, StepResult
 from tandem.protos.errors import EpisodeError, UnavailableError
-from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory
+from tandem.protos.types import Prompt, SamplingParameters, Trajectory
 from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.rollout.environments.journal import Episode, saved_episode, unfinished_row
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import first_tokens, unsampled, with_given
@@ -45,28 +50,27 @@ class TurnEncoder(Protocol):
 
 
 @dataclass(slots=True)
-class _Episode:
-    """What has happened so far. `messages` are all of the conversation, `turns` the texts of the policy's turns.
-    `rewards`: (index of a turn's last token, what the turn earned).
-    """
+class EpisodeFigures:
+    """Sums since the sampler's start."""
 
-    episode_id: str
-    history: Segment
-    messages: list[Message]
-    num_given: int = field(init=False)
-    """Tokens before the first turn."""
-    turns: list[str] = field(default_factory=list)
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    info: JsonObject = field(default_factory=dict)
-    """Of the last step."""
+    resumed_episodes: int = 0
+    differing_episodes: int = 0
+    """Their environment, made to repeat what it had done, showed something else: they began anew."""
 
-    def __post_init__(self) -> None:
-        self.num_given = len(self.history.ids)
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A trajectory that is wanted. `episode` is what the next attempt goes on with; None: it begins anew."""
+
+    prompt: Prompt
+    sampling: SamplingParameters
+    trajectory_id: int
+    on_change: Callable[[], None]
+    episode: Episode | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens since the first turn began, the environment's included."""
-        return len(self.history.ids) - self.num_given
+    def name(self) -> str:
+        return f"{self.prompt.group_id}/{self.trajectory_id}"
 
 
 class EpisodeSampler:
@@ -78,93 +82,190 @@ class EpisodeSampler:
     def __init__(
         self, sampler: Sampler, pool: EnvironmentPool, encoder: TurnEncoder, config: EnvironmentConfig, seed: int
     ) -> None:
+        self.figures = EpisodeFigures()
         self._sampler = sampler
         self._pool = pool
         self._encoder = encoder
         self._config = config
         self._seed = seed
+        self._saved: set[_Running] = set()
 
-    async def sample(self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
-        """One trajectory.
+    async def sample(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParameters,
+        trajectory_id: int,
+        *,
+        unfinished: Trajectory | None = None,
+        on_change: Callable[[], None] | None = None,
+    ) -> Trajectory:
+        """One trajectory. An `unfinished` one, from `unfinished` of any sampler, goes on if its environment can.
+        `on_change` is called whenever `unfinished` has more of it, which it has only with an `on_change`.
 
         Raises EpisodeError if every attempt failed because of the environment, DataError if the prompt cannot be used,
         UnavailableError once the engine has ended.
         """
-        name = f"{prompt.group_id}/{trajectory_id}"
-        for attempt in range(1, self._config.max_attempts):
-            try:
-                return await self._attempt(prompt, sampling, trajectory_id, f"{name}/{uuid.uuid4().hex}")
-            except EpisodeError as error:
-                words = (name, attempt, self._config.max_attempts, error)
-                log.warning("episode %s, attempt %d of %d: %s", *words, extra={"group": prompt.group_id})
-            await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS))
-        return await self._attempt(prompt, sampling, trajectory_id, f"{name}/{uuid.uuid4().hex}")
+        running = _Running(prompt, sampling, trajectory_id, on_change or (lambda: None))
+        if unfinished is not None and self._pool.resume != "restart":
+            running.episode = saved_episode(unfinished, prompt)
+        if on_change is not None:
+            self._saved.add(running)
+        try:
+            for attempt in range(1, self._config.max_attempts):
+                try:
+                    return await self._attempt(running)
+                except EpisodeError as error:
+                    words = (running.name, attempt, self._config.max_attempts, error)
+                    log.warning("episode %s, attempt %d of %d: %s", *words, extra={"group": prompt.group_id})
+                await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS))
+            return await self._attempt(running)
+        finally:
+            self._saved.discard(running)
 
-    async def _attempt(
-        self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int, episode_id: str
-    ) -> Trajectory:
+    async def unfinished(self, group_ids: Collection[str]) -> dict[tuple[str, int], Trajectory]:
+        """Returns the running episodes of these groups that can go on, by group and trajectory id.
+
+        Their finish reason is "abort". Raises UnavailableError once the engine has ended.
+        """
+        asked = [one for one in self._saved if one.prompt.group_id in group_ids]
+        sampled = await self._sampler.unfinished({_turn_key(one.prompt, one.episode) for one in asked if one.episode})
+        rows = {}
+        for one in asked:
+            if one.episode is not None:  # each may have changed meanwhile
+                begun = sampled.get((_turn_key(one.prompt, one.episode), one.trajectory_id))
+                row = unfinished_row(one.episode, one.prompt, one.sampling, one.trajectory_id, begun)
+                rows[one.prompt.group_id, one.trajectory_id] = row
+        return rows
+
+    async def _attempt(self, running: _Running) -> Trajectory:
+        if (episode := running.episode) is not None:
+            async with self._opened(episode.episode_id) as environment:
+                running.episode = None  # if it does not get back to its turn, the next attempt begins anew
+                if await self._go_back(environment, episode, running):
+                    return await self._play(environment, episode, running)
+        episode_id = f"{running.name}/{uuid.uuid4().hex}"
+        async with self._opened(episode_id) as environment:
+            episode = await self._begin(environment, running.prompt, episode_id)
+            return await self._play(environment, episode, running)
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, episode_id: str) -> AsyncIterator[SnapshotEnvironment]:
         environment = await self._pool.open(episode_id)
         try:
-            episode = await self._begin(environment, prompt, episode_id)
-            stop = await self._play(environment, episode, prompt, sampling, trajectory_id)
+            yield environment
         finally:
             with contextlib.suppress(EpisodeError):  # what it did is known; its process frees the rest
                 await environment.close()
-        return self._trajectory(episode, stop, sampling, trajectory_id)
 
-    async def _begin(self, environment: Environment, prompt: Prompt, episode_id: str) -> _Episode:
-        digest = hashlib.blake2b(f"{self._seed}/{prompt.group_id}".encode(), digest_size=4).digest()
-        seed = int.from_bytes(digest, "little") >> 1  # numpy's and gym's seeds have 31 bits
-        observation = await environment.reset(prompt.row, seed=seed, episode_id=episode_id)
+    async def _begin(self, environment: SnapshotEnvironment, prompt: Prompt, episode_id: str) -> Episode:
+        observation = await environment.reset(prompt.row, seed=self._seed_of(prompt), episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
         history = unsampled(self._encoder.encode(messages) if observation.messages else prompt.token_ids)
-        return _Episode(episode_id, history, messages)
+        episode = Episode(episode_id, history, messages, num_given=len(history.ids))
+        episode.snapshot = await self._snapshot(environment)
+        return episode
 
-    async def _play(
-        self,
-        environment: Environment,
-        episode: _Episode,
-        prompt: Prompt,
-        sampling: SamplingParameters,
-        trajectory_id: int,
-    ) -> Stop:
-        """Plays the episode to its end, and says why it ended."""
-        for turn in range(self._config.max_turns):
-            left = self._tokens_left(episode, sampling)
-            if turn > 0 and left < 1:
-                return "length"
-            fitting = replace(sampling, max_tokens=min(left, self._config.max_turn_tokens or left))
-            key = f"{prompt.group_id}/{turn}"
-            row = await self._sampler.sample_one(episode.history, fitting, trajectory_id=trajectory_id, key=key)
-            (episode.history,) = row.segments
-            if row.finish_reason in ("abort", "error"):
-                raise UnavailableError(f"the engine ended turn {turn} of {prompt.group_id} with {row.finish_reason!r}")
-            action = {"role": "assistant", "content": row.text}
-            episode.messages.append(action)
-            episode.turns.append(row.text)
-            if row.finish_reason == "length":  # it may lack its most important part
-                return "length"
-            result = await environment.step(
-                action,
-                deadline=time.time() + self._config.step_seconds,
-                idempotency_key=f"{episode.episode_id}/{turn}",
-            )
-            episode.messages += result.messages
-            episode.info = result.info
-            episode.rewards.append((len(episode.history.ids) - 1, result.reward))
-            if result.terminated or result.truncated:
-                return "terminated" if result.terminated else "truncated"
-            reply = self._encoder.encode_reply(result.messages, int(episode.history.ids[-1]))
+    def _seed_of(self, prompt: Prompt) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{prompt.group_id}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1  # numpy's and gym's seeds have 31 bits
+
+    async def _snapshot(self, environment: SnapshotEnvironment) -> bytes | None:
+        return await environment.snapshot() if self._pool.resume == "snapshot" else None
+
+    async def _go_back(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> bool:
+        """Brings a new environment to where the episode is. Returns False if it cannot or shows something else."""
+        how, words = self._pool.resume, (running.name, len(episode.rewards))
+        if how == "replay" and not await self._repeats(environment, episode, running.prompt):
+            self.figures.differing_episodes += 1
+            told = "episode %s begins anew: its environment differed when its %d steps were repeated"
+            log.warning(told, *words, extra={"group": running.prompt.group_id})
+            return False
+        if how == "snapshot":
+            if episode.snapshot is None:  # saved before the class had snapshots
+                return False
+            await environment.restore(episode.snapshot)
+        self.figures.resumed_episodes += 1
+        episode.resumed_at.append(len(episode.rewards))
+        log.info("episode %s goes on after %d steps (%s)", *words, how, extra={"group": running.prompt.group_id})
+        return True
+
+    async def _repeats(self, environment: Environment, episode: Episode, prompt: Prompt) -> bool:
+        """Repeats all answered turns. Returns whether the environment showed what is in the episode."""
+        expected, *answers = episode.observations(len(prompt.messages))
+        seed, episode_id = self._seed_of(prompt), episode.episode_id
+        observation = await environment.reset(prompt.row, seed=seed, episode_id=episode_id)
+        if [*observation.messages] != expected:
+            return False
+        for turn, answer in enumerate(answers):
+            result = await self._step(environment, episode, turn)
+            shown = ([*result.messages], result.reward, result.terminated or result.truncated)
+            if shown != (answer, episode.rewards[turn][1], False):
+                return False
+        return True
+
+    async def _step(self, environment: Environment, episode: Episode, turn: int) -> StepResult:
+        deadline = time.time() + self._config.step_seconds
+        key = episode.idempotency_key(turn)
+        return await environment.step(episode.action(turn), deadline=deadline, idempotency_key=key)
+
+    async def _play(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> Trajectory:
+        """Plays the episode to its end."""
+        if self._pool.resume != "restart":
+            running.episode = episode
+        while (stop := await self._advance(environment, episode, running)) is None:
+            if running.episode is not None:
+                running.on_change()
+        running.episode = None  # it has ended
+        return self._trajectory(episode, stop, running.sampling, running.trajectory_id)
+
+    async def _advance(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> Stop | None:
+        """Samples or answers a turn. Returns why the episode ends, None if it goes on."""
+        if episode.awaits_answer:
+            return await self._answer_turn(environment, episode)
+        return await self._sample_turn(episode, running)
+
+    async def _sample_turn(self, episode: Episode, running: _Running) -> Stop | None:
+        turn, left = len(episode.turns), self._tokens_left(episode, running.sampling)
+        if turn == self._config.max_turns:
+            return "turns"
+        if turn > 0 and left < 1:
+            return "length"
+        row = await self._sampler.sample_one(
+            episode.history,
+            replace(running.sampling, max_tokens=min(left, self._config.max_turn_tokens or left)),
+            trajectory_id=running.trajectory_id,
+            key=_turn_key(running.prompt, episode),
+            unfinished=episode.begun,
+        )
+        if row.finish_reason in ("abort", "error"):
+            group_id = running.prompt.group_id
+            raise UnavailableError(f"the engine ended turn {turn} of {group_id} with {row.finish_reason!r}")
+        (episode.history,) = row.segments
+        episode.begun = None
+        episode.actions.append(len(episode.messages))
+        episode.messages.append({"role": "assistant", "content": row.text})
+        episode.turns.append(row.text)
+        return "length" if row.finish_reason == "length" else None  # it may lack its most important part
+
+    async def _answer_turn(self, environment: SnapshotEnvironment, episode: Episode) -> Stop | None:
+        result = await self._step(environment, episode, len(episode.rewards))
+        has_ended, last = result.terminated or result.truncated, len(episode.history.ids) - 1
+        if not has_ended:
+            reply = self._encoder.encode_reply(result.messages, int(episode.history.ids[last]))
+            episode.snapshot = await self._snapshot(environment)
             episode.history = with_given(episode.history, reply)
-        return "turns"
+        episode.messages += result.messages
+        episode.info = result.info
+        episode.rewards.append((last, result.reward))
+        if has_ended:
+            return "terminated" if result.terminated else "truncated"
+        return None
 
-    def _tokens_left(self, episode: _Episode, sampling: SamplingParameters) -> int:
+    def _tokens_left(self, episode: Episode, sampling: SamplingParameters) -> int:
         in_model = self._sampler.max_model_tokens - len(episode.history.ids)
         return min(sampling.max_tokens - episode.num_tokens, in_model)
 
-    def _trajectory(
-        self, episode: _Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int
-    ) -> Trajectory:
+    def _trajectory(self, episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
         """Given tokens after the last turn are left out."""
         history = episode.history
         length = len(history.ids) - int(history.loss_mask[::-1].argmax())
@@ -184,6 +285,12 @@ class EpisodeSampler:
                 "num_turns": len(episode.turns),
                 "messages": episode.messages,
                 "info": episode.info,
+                "resumed_at": episode.resumed_at,
             },
             token_rewards=(rewards,) if rewards.any() else None,
         )
+
+
+def _turn_key(prompt: Prompt, episode: Episode) -> str:
+    """The sampler's key of the next turn."""
+    return f"{prompt.group_id}/{len(episode.turns)}"

@@ -12,19 +12,30 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import traceback
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast, get_args
 
-from tandem.protos.contracts import Environment, JsonObject, Message, Observation, StepResult
+from tandem.protos.contracts import (
+    MAX_SNAPSHOT_BYTES,
+    Environment,
+    JsonObject,
+    Message,
+    Observation,
+    Resume,
+    SnapshotEnvironment,
+    StepResult,
+)
 
 _MAX_DETAIL = 500
-_MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
+MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
 
 
 class ContractError(Exception):
@@ -51,10 +62,23 @@ def load_class(path: str) -> Callable[..., Environment]:
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise ContractError(f"{path}: {place} has no class {name}")
-    missing = [method for method in ("reset", "step", "close") if not callable(getattr(found, method, None))]
-    if missing:
-        raise ContractError(f"{path}: the class has no method {' and no '.join(missing)} (see tandem.Environment)")
+    _check_methods(path, found, "reset", "step", "close")
+    if resume_mode(found) not in get_args(Resume):
+        expected = " or ".join(f"'{mode}'" for mode in get_args(Resume))
+        raise ContractError(f"{path}: the class's resume is {resume_mode(found)!r:.80}; it must be {expected}")
+    if resume_mode(found) == "snapshot":
+        _check_methods(path, found, "snapshot", "restore")
     return found
+
+
+def resume_mode(environment: Callable[..., Environment]) -> Resume:
+    """How an interrupted episode of the class goes on."""
+    return cast("Resume", getattr(environment, "resume", "restart"))
+
+
+def _check_methods(path: str, found: type, *methods: str) -> None:
+    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
+        raise ContractError(f"{path}: the class has no method {' and no '.join(missing)} (see tandem.Environment)")
 
 
 class _Episodes:
@@ -71,12 +95,18 @@ class _Episodes:
             case "reset":
                 environment = self._open[episode_id] = self._create()
                 observation = await environment.reset(message["task"], seed=message["seed"], episode_id=episode_id)
-                return {"messages": _messages(observation, Observation)}
+                return {"messages": checked_messages(observation, Observation)}
             case "step":
                 result = await self._open[episode_id].step(
                     message["action"], deadline=message["deadline"], idempotency_key=message["idempotency_key"]
                 )
-                return _step_fields(result)
+                return result_fields(result)
+            case "snapshot":
+                return {"state": b64encode(await checked_snapshot(self._open[episode_id])).decode()}
+            case "restore":
+                environment = self._open[episode_id] = self._create()
+                await cast("SnapshotEnvironment", environment).restore(b64decode(message["state"]))
+                return {}
             case "close":
                 if (closing := self._open.pop(episode_id, None)) is not None:
                     await closing.close()
@@ -86,8 +116,19 @@ class _Episodes:
         raise AssertionError(f"unknown call {message['do']!r}")
 
 
-def _step_fields(result: StepResult) -> JsonObject:
-    messages = _messages(result, StepResult)
+async def checked_snapshot(environment: Environment) -> bytes:
+    """The snapshot of an environment. Raises ContractError if the contract does not allow it."""
+    state: object = await cast("SnapshotEnvironment", environment).snapshot()
+    if not isinstance(state, bytes):
+        raise ContractError(f"snapshot returned {type(state).__name__} instead of bytes")
+    if len(state) > MAX_SNAPSHOT_BYTES:
+        raise ContractError(f"snapshot returned {len(state)} bytes; it may have {MAX_SNAPSHOT_BYTES}")
+    return state
+
+
+def result_fields(result: StepResult) -> JsonObject:
+    """What `step` returned, for JSON. Raises ContractError if the contract does not allow it."""
+    messages = checked_messages(result, StepResult)
     reward, ended = result.reward, result.terminated or result.truncated
     if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise ContractError(f"step returned the reward {reward!r:.80}, which is no finite number")
@@ -97,7 +138,8 @@ def _step_fields(result: StepResult) -> JsonObject:
     return {"messages": messages, "reward": float(reward), **ends, "info": dict(result.info)}
 
 
-def _messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
+def checked_messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
+    """The messages that `reset` or `step` returned. Raises ContractError if the contract does not allow them."""
     if not isinstance(result, expected):
         method = "reset" if expected is Observation else "step"
         raise ContractError(f"{method} returned {type(result).__name__} instead of {expected.__name__}")
@@ -110,15 +152,15 @@ def _messages(result: object, expected: type[Observation] | type[StepResult]) ->
 async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> None:
     try:
         line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
-        if len(line) > _MAX_LINE_BYTES:
-            raise ContractError(f"{message['do']} returned more than {_MAX_LINE_BYTES >> 10} KiB")
+        if len(line) > MAX_LINE_BYTES:
+            raise ContractError(f"{message['do']} returned more than {MAX_LINE_BYTES >> 10} KiB")
     except Exception as error:  # user code: its episode fails, no other
-        line = json.dumps({"call": message["call"], "error": _described(error)})
+        line = json.dumps({"call": message["call"], "error": described(error)})
     reply.write(line + "\n")
     reply.flush()
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """One line: the exception and where the user's code raised it."""
     if isinstance(error, ContractError):
         return str(error)
@@ -145,17 +187,23 @@ async def _serve(create: Callable[[], Environment], calls: TextIO, reply: TextIO
     def read() -> None:
         for line in calls:
             loop.call_soon_threadsafe(begin, json.loads(line))
-        os._exit(0)  # the sampler has ended; an environment may block the loop
+        os.killpg(0, signal.SIGKILL)  # the sampler has ended; an environment may block the loop, or have started others
 
     threading.Thread(target=read, daemon=True).start()
     await loop.create_future()  # until `read` ends the process
 
 
+def taken_pipes() -> tuple[TextIO, TextIO]:
+    """Standard input and output of before: environments, and what they start, may read and print."""
+    calls, reply = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return calls, reply
+
+
 def main() -> None:
     """Builds the class named by the first line of standard input, then serves its episodes."""
-    calls, reply = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # environments, and what they start, may read and print
-    os.dup2(2, 1)
+    calls, reply = taken_pipes()
     start = json.loads(calls.readline() or "null")
     if start is None:
         return
@@ -163,10 +211,10 @@ def main() -> None:
         chosen = load_class(start["path"])
         chosen(**start["arguments"])
     except Exception as error:
-        text = _described(error) if isinstance(error, ContractError) else f"{start['path']}: {_described(error)}"
+        text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"
         reply.write(json.dumps({"error": text}) + "\n")
         return
-    reply.write("{}\n")
+    reply.write(json.dumps({"resume": resume_mode(chosen)}) + "\n")
     reply.flush()
     asyncio.run(_serve(lambda: chosen(**start["arguments"]), calls, reply))
 

@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import time
+from base64 import b64decode, b64encode
 
 from tandem.protos.child_environment import child_environment
-from tandem.protos.contracts import JsonObject, Message, Observation, StepResult
+from tandem.protos.contracts import JsonObject, Message, Observation, Resume, StepResult
 from tandem.protos.errors import ConfigError, EpisodeError
 from tandem.rollout.environments.config import EnvironmentConfig
 
@@ -29,7 +30,8 @@ _DEAD = "the environments' process has ended; its last lines are in this log"
 class _Process:
     """One process and the calls that wait for its answers."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, resume: Resume) -> None:
+        self.resume = resume
         self._process = process
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
@@ -54,15 +56,16 @@ class _Process:
                 line = await process.stdout.readline()
             if not line:
                 raise EpisodeError(f"environment.path {config.path}: its process ended at its start; see this log")
-            if fault := json.loads(line).get("error"):
-                raise ConfigError(f"environment.path: {fault}")
+            started = json.loads(line)
+            if "error" in started:
+                raise ConfigError(f"environment.path: {started['error']}")
         except BaseException as error:
-            await _end(process)
+            await end_process(process)
             if isinstance(error, TimeoutError | ConnectionError):
                 fault = f"its process did not start within {_START_SECONDS:.0f} s; see this log"
                 raise EpisodeError(f"environment.path {config.path}: {fault}") from None
             raise
-        return cls(process)
+        return cls(process, started["resume"])
 
     @property
     def is_dead(self) -> bool:
@@ -89,7 +92,7 @@ class _Process:
 
     async def end(self) -> None:
         self._reading.cancel()  # a process that it has started may still have its end of the pipe
-        await _end(self._process)
+        await end_process(self._process)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -105,7 +108,7 @@ class _Process:
                     waiting.set_exception(EpisodeError(_DEAD))
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """Kills a process and those that it has started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -121,7 +124,7 @@ async def check_class(config: EnvironmentConfig) -> None:
 
 
 class RemoteEnvironment:
-    """An environment of one episode, as `tandem.Environment`, in another process."""
+    """An environment of one episode, as `tandem.SnapshotEnvironment`, in another process."""
 
     def __init__(self, process: _Process, episode_id: str, step_seconds: float) -> None:
         self._process = process
@@ -138,6 +141,13 @@ class RemoteEnvironment:
         named = {"deadline": deadline, "idempotency_key": idempotency_key}
         reply = await self._call(seconds, do="step", action=dict(action), **named)
         return StepResult(**{name: value for name, value in reply.items() if name != "call"})
+
+    async def snapshot(self) -> bytes:
+        reply = await self._call(self._seconds, do="snapshot")
+        return b64decode(reply["state"])
+
+    async def restore(self, state: bytes) -> None:
+        await self._call(self._seconds, do="restore", state=b64encode(state).decode())
 
     async def close(self) -> None:
         await self._call(_CLOSE_SECONDS, do="close")
@@ -159,9 +169,13 @@ class RemoteEnvironment:
 
 
 class EnvironmentPool:
-    """The processes of one sampler. One that has died is started again when its turn comes."""
+    """The processes of one sampler. One that has died is started again when its turn comes.
+
+    `resume`, known once it has started: how interrupted episodes go on.
+    """
 
     def __init__(self, config: EnvironmentConfig) -> None:
+        self.resume: Resume = "restart"
         self._config = config
         self._processes: list[_Process | None] = [None] * config.num_processes
         self._starting = [asyncio.Lock() for _ in range(config.num_processes)]
@@ -187,5 +201,8 @@ class EnvironmentPool:
         async with self._starting[place]:
             process = self._processes[place]
             if process is None or process.is_dead:
+                if process is not None:
+                    await process.end()  # what it has started may have outlived it
                 process = self._processes[place] = await _Process.start(self._config)
+                self.resume = process.resume
             return process

@@ -120,6 +120,13 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         "rollout", "sampler_resumed_tokens", "resumed_tokens", "Tokens of unfinished answers that were continued."
     ),
+    _counter("rollout", "sampler_resumed_episodes", "resumed_episodes", "Episodes that went on after an interruption."),
+    _counter(
+        "rollout",
+        "sampler_differing_episodes",
+        "differing_episodes",
+        "Interrupted episodes that began anew because their environment showed something else when it was repeated.",
+    ),
     _counter("rollout", "sampler_prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
     _counter("rollout", "sampler_busy_seconds", "busy_seconds", "Time with at least one request in flight."),
     _counter("rollout", "sampler_idle_seconds", "idle_seconds", "Time without a request in flight."),

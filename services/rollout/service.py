@@ -84,8 +84,8 @@ class _Group:
 class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     """Samples the missing rows of leased groups, many groups at once.
 
-    `name` is its name in the registry and as holder of leases. With `episodes`, rows have several turns, and only
-    finished ones are saved. For `report` see `GroupLeases`.
+    `name` is its name in the registry and as holder of leases. With `episodes`, rows have several turns, and a group is
+    saved soon after any of them has got further. For `report` see `GroupLeases`.
     """
 
     runs_in_threads = False
@@ -109,6 +109,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self._partial_rollout = config.partial_rollout
         self._collect_seconds = min(_COLLECT_SECONDS, config.lease_seconds / 3)
         self._groups: dict[int, _Group] = {}  # by the lease's token
+        self._with_new_turns: set[Held[Claim]] = set()
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
             GroupLeases(buffer, "prompts", name, config.lease_seconds, report),
             self,
@@ -155,6 +156,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             return Release("sampling_failed", "infrastructure", str(error))
         finally:
             self._groups.pop(held.lease.token, None)
+            self._with_new_turns.discard(held)
         return GroupResult(group.payload)
 
     async def collect_unsaved(self, held: Sequence[Held[Claim]]) -> None:
@@ -164,7 +166,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             return
         try:
             async with asyncio.timeout(_LAST_COLLECT_SECONDS if self.loop.is_stopping else self._collect_seconds):
-                unfinished = await self._engine.unfinished(groups.keys())
+                unfinished = await (self._episodes or self._engine).unfinished(groups.keys())
         except (TimeoutError, TandemError) as error:
             log.warning("the newest tokens of unfinished answers are not saved: %s", error or "the engine is busy")
             return
@@ -173,12 +175,15 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
                 group.rows[number] = replace(row, role=group.role(number))
         for one in held:
             newest = groups.get(one.lease.group_id)
-            if newest and (self.loop.is_stopping or newest.num_tokens > _GROWTH * newest.saved_tokens):
+            wanted = self.loop.is_stopping or one in self._with_new_turns
+            if newest and (wanted or newest.num_tokens > _GROWTH * newest.saved_tokens):
                 one.unsaved = newest.to_save
+                self._with_new_turns.discard(one)
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""
-        return {**asdict(self._engine.figures()), **self.loop.figures()}
+        episodes = asdict(self._episodes.figures) if self._episodes is not None else {}
+        return {**asdict(self._engine.figures()), **episodes, **self.loop.figures()}
 
     def activity(self) -> str:
         if self.loop.num_held:
@@ -201,10 +206,12 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         async def sample(number: int) -> None:
             role = group.role(number)
             sampling = prompt.sampling.greedy if role == "baseline" else prompt.sampling
+            unfinished = group.rows.get(number)
             if self._episodes is not None:
-                row = await self._episodes.sample(prompt, sampling, number)
+                row = await self._episodes.sample(
+                    prompt, sampling, number, unfinished=unfinished, on_change=lambda: self._turns_changed(held)
+                )
             else:
-                unfinished = group.rows.get(number)
                 row = await self._engine.sample_one(
                     prompt.token_ids, sampling, trajectory_id=number, key=prompt.group_id, unfinished=unfinished
                 )
@@ -220,6 +227,11 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         finally:
             for task in tasks:
                 task.cancel()  # an error or a lost lease ends all rows
+
+    def _turns_changed(self, held: Held[Claim]) -> None:
+        if self._partial_rollout:
+            self._with_new_turns.add(held)
+            self.loop.save_soon()
 
     def _saved_rows(self, claim: Claim) -> dict[int, Trajectory]:
         """Returns the rows that earlier holders saved, by trajectory id; unfinished ones only if they are continued."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.protos.contracts import MAX_SNAPSHOT_BYTES
 from tandem.services.config import Recipe
 from tandem.services.run.folder import external_redis_url
 from tandem.services.run.model_check import ModelFacts
@@ -28,7 +29,9 @@ SERVICE_BYTES = 1 << 16
 """Of Redis for a service: its figures, and the answers to its last calls."""
 LOG_COPIES = 3
 """Redis's append-only file is rewritten at twice its size: both files are then on disk."""
-_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
+_TEXT_BYTES_PER_TOKEN = 4
+_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + _TEXT_BYTES_PER_TOKEN  # an id, a log-prob, a mask byte and its text
+_EPISODE_BYTES = MAX_SNAPSHOT_BYTES * 4 // 3  # in base64
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None, *, last_version: int = 0) -> float:
@@ -58,6 +61,8 @@ def worst_case_redis_bytes(recipe: Recipe, rows_per_epoch: int) -> int:
     """
     run = recipe.run
     row = recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN + HEADER_BYTES
+    if recipe.environment.path:  # its trajectories have the conversation, too, and unfinished ones a snapshot
+        row += recipe.max_model_tokens * _TEXT_BYTES_PER_TOKEN + _EPISODE_BYTES
     outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES + NOTES_BYTES)
     trained = recipe.checkpoint_every * run.groups_per_batch * (GROUP_BYTES + NOTES_BYTES)
     num_groups = run.total_batches * run.groups_per_batch

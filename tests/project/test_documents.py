@@ -24,7 +24,7 @@ from tests.trainer.test_kl import ESTIMATORS
 PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
-        *("architecture", "algorithms", "chaos", "dashboard", "metrics", "plugins"),
+        *("architecture", "algorithms", "chaos", "dashboard", "environments", "metrics", "plugins"),
         *("reward", "sandbox", "scaling", "security", "speed"),
     )
 ]
@@ -47,7 +47,7 @@ COMMANDS = sorted({line for text in TEXT.values() for line in lines_of_code(text
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
     words = command.split()[1:]
-    path = words[:2] if words[0] in ("certs", "data", "reward") else words[:1]
+    path = words[:2] if words[0] in ("certs", "data", "env", "reward") else words[:1]
     assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
     overrides = [word for word in words if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
     recipes = [word for word in words if word.startswith("examples/recipes/")]
@@ -61,8 +61,8 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
 def test_there_are_commands_to_check() -> None:
     assert len(COMMANDS) >= 8
     known = (
-        "certs chaos checkpoint config dashboard data demo doctor drain eval health ledger pause plan repair replay "
-        "report resume reward run scale serve sft status stop takeover token"
+        "certs chaos checkpoint config dashboard data demo doctor drain env eval health ledger pause plan repair "
+        "replay report resume reward run scale serve sft status stop takeover token"
     )
     assert known.split() == sorted(get_command(app).commands)  # type: ignore[attr-defined]
 

@@ -27,7 +27,7 @@ TRAINER_OPTIONS = [
 
 COMMANDS = [
     *([], ["demo"], ["run"], ["serve"], ["sft"], ["eval"], ["replay"], ["status"], ["ledger"], ["doctor"], ["config"]),
-    *(["certs", "init"], ["data"], ["data", "check"], ["reward"]),
+    *(["certs", "init"], ["data"], ["data", "check"], ["env"], ["env", "check"], ["reward"]),
     *(["reward", name] for name in ("score", "submit", "jobs", "results", "cancel", "scorers", "serve")),
 ]
 

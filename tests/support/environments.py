@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem import Observation, StepResult
+from tandem.protos.contracts import MAX_SNAPSHOT_BYTES
 
 
 class Echo:
@@ -59,6 +62,86 @@ class Echo:
             (self.marks / f"open-{self.name}-{id(self)}").unlink()
 
 
+class Unhurried(Echo):
+    """Takes its time for a step, so that a sampler can be killed in the middle of an episode."""
+
+    resume = "replay"
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        await asyncio.sleep(0.3)
+        return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
+
+
+class Noted(Echo):
+    """Notes its calls in a file of its folder. It answers "random" with a word that nobody has said before."""
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        observation = await super().reset(task, seed=seed, episode_id=episode_id)
+        self.note(f"reset {episode_id}")
+        return observation
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        self.note(f"step {idempotency_key}")
+        result = await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
+        if action["content"] == "random":
+            return StepResult([{"role": "user", "content": os.urandom(8).hex()}])
+        return result
+
+    def note(self, call: str) -> None:
+        assert self.marks is not None
+        with open(self.marks / "calls", "a") as calls:
+            calls.write(f"{call}\n")
+
+
+class Replayed(Noted):
+    """Goes on by the same actions once more."""
+
+    resume = "replay"
+
+
+class Restored(Noted):
+    """Goes on from a snapshot: its name, and a number that nobody else knows. Refuses those that a test has spoilt."""
+
+    resume = "snapshot"
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        await super().reset(task, seed=seed, episode_id=episode_id)
+        self.number = os.urandom(8).hex()
+        return Observation([{"role": "user", "content": f"number {self.number}"}])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        result = await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
+        return replace(result, info={"number": self.number})
+
+    async def snapshot(self) -> bytes:
+        return b"" if self.marks and (self.marks / "spoilt").exists() else f"{self.name} {self.number}".encode()
+
+    async def restore(self, state: bytes) -> None:
+        self.name, self.number = state.decode().split()
+        self.note("restore")
+        assert self.marks is not None
+        (self.marks / f"open-{self.name}-{id(self)}").touch()
+
+
+class LargeSnapshots(Restored):
+    """Its snapshots are larger than allowed."""
+
+    async def snapshot(self) -> bytes:
+        return bytes(MAX_SNAPSHOT_BYTES + 1)
+
+
+class UnknownResume(Echo):
+    """Names a way to go on that there is not."""
+
+    resume: str = "rewind"
+
+
+class NoSnapshots(Echo):
+    """Has not what it promises."""
+
+    resume = "snapshot"
+
+
 class NeedsArgument:
     """Cannot be made without its argument."""
 
@@ -87,5 +170,22 @@ class Chatty:
         said = action["content"]
         role, size = ("user", int(said)) if said.isdecimal() else (said, 1)
         return StepResult([{"role": role, "content": "x" * size}], reward=1.0)
+
+    async def close(self) -> None: ...
+
+
+class Starts:
+    """Starts a process, whose id it writes into a file. Its first step kills its own process."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        self.file.write_text(str(subprocess.Popen(["sleep", "3600"]).pid))  # noqa: ASYNC220
+        return Observation([])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
     async def close(self) -> None: ...

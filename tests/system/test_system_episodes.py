@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tandem.protos.codec import decode_group
+from tandem.protos.types import Trajectory
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import load_recipe
+from tandem.services.run.folder import redis_url_of
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, JsonLines
-from tests.support.whole_run import WholeRun
+from tests.support.whole_run import WholeRun, service_process
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
-def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
+def saved_turns(run: WholeRun) -> list[int]:
+    """Answered turns of each episode that is saved in the run's Redis before its end."""
+    with closing(Buffer(redis_url_of(load_recipe(run.recipe)), "episodes")) as buffer:
+        redis, pattern = buffer.connection.redis, buffer.connection.key("partial:*")
+        payloads = [payload for key in redis.scan_iter(match=pattern) if (payload := redis.get(key)) is not None]
+    rows = [row for payload in payloads for row in decode_group(payload).rows if isinstance(row, Trajectory)]
+    return [len(row.metadata["episode"]["rewards"]) for row in rows if row.finish_reason == "abort"]
+
+
+def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_and_replays(tmp_path: Path) -> None:
     run = WholeRun(
         tmp_path,
         run={"run_id": "episodes", "total_batches": 4, "groups_per_batch": 4, "staleness_budget": 2},
         rollout={"samples_per_prompt": 4, "stop": tuple(LETTERS)},
         environment={
-            "path": "tests.support.environments:Echo",
+            "path": "tests.support.environments:Unhurried",
             "arguments": {"faults": {"a": "once raise"}, "marks": str(tmp_path)},
             "max_turns": 4,
             "max_turn_tokens": 16,
@@ -28,7 +43,11 @@ def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
         reward={"scorer": "earned"},
         eval={"sets": [{"name": "held_out", "file": str(tmp_path / "data" / "eval.parquet"), "limit": 6}]},
     )
-    run.finish()
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= 1 and max(saved_turns(run), default=0) >= 1, supervisor)
+    service_process(supervisor, "rollout").kill()
+    run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
+    assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_evaluations(run)
     rows = run.trained_rows()
     assert len(rows) == 4 * 4 * 4
@@ -44,6 +63,9 @@ def test_a_run_trains_on_episodes_and_replays(tmp_path: Path) -> None:
         rewards = trajectory.token_rewards[0] if trajectory.token_rewards else np.zeros(1)
         assert row.reward == pytest.approx(trajectory.earned_reward) == pytest.approx(float(rewards.sum()))
         assert trajectory.earned_reward == 0.25 * (len(begins) - (trajectory.metadata["stop"] == "length"))
+    resumed_at = [turn for _, row in rows for turn in row.trajectory.metadata["resumed_at"]]
+    assert max(resumed_at, default=0) > 0, "an episode of the killed sampler went on after its first turn"
+    assert max(run.instances().values()) == 1
     run.ledger()
     assert run.summary()["groups"]["committed"] == 4 * 4
     replayed = run.tandem("replay", str(run.folder))

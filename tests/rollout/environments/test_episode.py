@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,29 @@ import pytest
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import ConfigError, EpisodeError, UnavailableError
-from tandem.protos.types import (
-    FinishReason,
-    Prompt,
-    SamplingParameters,
-    Segment,
-    Trajectory,
-    TrajectoryGroup,
-    VersionSpan,
-)
+from tandem.protos.types import SamplingParameters, Trajectory, TrajectoryGroup, VersionSpan
 from tandem.rollout.environments import episode
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
-from tandem.rollout.sampler import Completion, Sampler, SamplingRequest
+from tandem.rollout.sampler import Completion, SamplingRequest
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.rollout.episodes import EpisodeEncoder
+from tests.support.episodes import (
+    PROMPT,
+    SAMPLING,
+    ScriptedSampler,
+    chat_encoder,
+    prompt_of,
+    sampled_parts,
+    tokenizer,
+)
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended
-from tests.support.tiny_model import CHAT_TEMPLATE, EOS_ID, build_tiny_model, character_tokenizer
+from tests.support.tiny_model import EOS_ID
 
 ECHO = "tests.support.environments:Echo"
 GUESS = str(ROOT / "examples" / "environments" / "guess_number.py") + ":GuessNumber"
-SAMPLING = SamplingParameters(max_tokens=400)
-PROMPT = [{"role": "system", "content": "Repeat."}]
 
 
 @pytest.fixture(autouse=True)
@@ -46,48 +44,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    no_tools = (
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    )
-    folder = tmp_path_factory.mktemp("model")
-    return ChatEncoder(str(build_tiny_model(folder, chat_template=no_tools + CHAT_TEMPLATE)))
-
-
-@cache
-def tokenizer() -> Any:
-    return character_tokenizer()
-
-
-class ScriptedSampler(Sampler):
-    """Says the words of each trajectory, one a turn, each with log-probs of its own. Weights change every turn."""
-
-    def __init__(self, words: Callable[[int], Sequence[str]], finish: FinishReason = "stop") -> None:
-        super().__init__(tokenizer(), max_model_tokens=1000, seed=3)
-        self._encode, self._words, self._finish = tokenizer().encode, words, finish
-        self.requests: list[SamplingRequest] = []
-
-    is_dead = False
-
-    async def check(self) -> None: ...
-    def close(self) -> None: ...
-    async def _start_transfer(self, *_: object) -> None: ...
-    async def _transfer_progress(self, *_: object) -> Any: ...
-
-    async def _generate(self, request: SamplingRequest) -> Completion:
-        self.requests.append(request)
-        key, number, _ = request.request_id.rsplit("/", 2)
-        turn = int(key.rpartition("/")[2])
-        words = self._words(int(number))
-        ids = [*self._encode(words[turn]), EOS_ID][: request.sampling.max_tokens]
-        ended = ids[-1] == EOS_ID
-        logprobs = [-(turn + 1) - place / 100 for place in range(len(ids))]
-        return Completion(ids, logprobs, [VersionSpan(0, 1, turn // 2)], self._finish if ended else "length")
-
-
-def prompt_of(index: int = 0) -> Prompt:
-    text = tokenizer().apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
-    ids = np.array(tokenizer().encode(text, add_special_tokens=False), np.int32)
-    return Prompt(0, index, ids, 4, SAMPLING, "echo", messages=tuple(PROMPT), ground_truth=str(index % 15 + 1))
+    return chat_encoder(tmp_path_factory.mktemp("model"))
 
 
 def play(
@@ -110,12 +67,6 @@ def play(
             await pool.close()
 
     return asyncio.run(main())
-
-
-def sampled_parts(segment: Segment) -> list[tuple[int, int]]:
-    """Start and end of each turn."""
-    edges = np.flatnonzero(np.diff(segment.loss_mask, prepend=0, append=0).astype(bool))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def test_the_tokens_of_an_episode_are_those_sampled_and_the_template_between_them(encoder: ChatEncoder) -> None:

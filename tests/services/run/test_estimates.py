@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.protos.contracts import MAX_SNAPSHOT_BYTES
 from tandem.services.config import Recipe
 from tandem.services.run import estimates, model_check
 from tests.support.run_inputs import Values, recipe_of
@@ -51,6 +52,12 @@ def test_the_room_in_redis_counts_history_what_waits_for_a_checkpoint_and_servic
     values: Values, changed: Values
 ) -> None:
     assert room_of(recipe_of(values, **changed)) > 1e5 + room_of(recipe_of(values))
+
+
+def test_the_room_in_redis_counts_the_conversation_and_the_snapshot_of_each_episode(values: Values) -> None:
+    plain, played = recipe_of(values), recipe_of(values, environment={"path": "games.py:Game"})
+    rows = plain.credits * plain.rows_per_group
+    assert room_of(played) - room_of(plain) == rows * (4 * plain.max_model_tokens + MAX_SNAPSHOT_BYTES * 4 // 3)
 
 
 def test_the_room_in_redis_counts_the_epochs_of_a_small_dataset(values: Values) -> None:

@@ -1,0 +1,112 @@
+"""The state of an episode, and the unfinished trajectory that it is saved as.
+
+An episode is saved between two changes, so that it goes on after the death of its sampler or of its environment's
+process: every sampled token is in it once, and so is every step of the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tandem.protos.contracts import JsonObject, Message
+from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory
+from tandem.rollout.segments import first_tokens
+
+_KEY = "episode"  # of the metadata of an unfinished trajectory
+
+
+@dataclass(slots=True)
+class Episode:
+    """What has happened so far. The environment has answered all turns, or all but the last."""
+
+    episode_id: str
+    history: Segment
+    """All tokens before the next turn; up to the end of the last turn while the environment has not answered it."""
+    messages: list[Message]
+    """The whole conversation."""
+    num_given: int
+    """Tokens before the first turn."""
+    actions: list[int] = field(default_factory=list)
+    """Where in `messages` the policy's are."""
+    turns: list[str] = field(default_factory=list)
+    """The texts of the policy's turns."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """Of each answered turn: index of its last token, and what it earned."""
+    info: JsonObject = field(default_factory=dict)
+    """Of the last step."""
+    snapshot: bytes | None = None
+    """The environment's state after its last answer, if it can be restored."""
+    begun: Trajectory | None = None
+    """History and the first tokens of the next turn, if an earlier sampler was interrupted in the middle of it."""
+    resumed_at: list[int] = field(default_factory=list)
+    """Where the episode went on after an interruption: the number of turns that were answered before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens since the first turn began, the environment's included."""
+        return len(self.history.ids) - self.num_given
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the environment has yet to answer the last turn."""
+        return len(self.turns) > len(self.rewards)
+
+    def action(self, turn: int) -> Message:
+        return self.messages[self.actions[turn]]
+
+    def observations(self, num_prompt_messages: int) -> list[Sequence[Message]]:
+        """The environment's messages: those of `reset`, then those that answer each turn."""
+        starts = [num_prompt_messages - 1, *self.actions, len(self.messages)]
+        observed = [self.messages[before + 1 : after] for before, after in pairwise(starts)]
+        return [*observed[: 1 + len(self.rewards)]]
+
+    def idempotency_key(self, turn: int) -> str:
+        """Names a step in all attempts. A turn that was lost and sampled anew may be another action, which is no
+        repetition.
+        """
+        action = json.dumps(self.action(turn), sort_keys=True)
+        return f"{self.episode_id}/{turn}/{hashlib.blake2b(action.encode(), digest_size=8).hexdigest()}"
+
+
+def unfinished_row(
+    episode: Episode, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int, begun: Trajectory | None
+) -> Trajectory:
+    """The episode as an unfinished trajectory. `begun`: history and what is sampled of the next turn."""
+    begun = begun or episode.begun
+    saved = {
+        "episode_id": episode.episode_id,
+        "num_tokens": len(episode.history.ids),
+        "messages": [dict(message) for message in episode.messages[len(prompt.messages) :]],
+        "num_given": episode.num_given,
+        "actions": [*episode.actions],
+        "turns": [*episode.turns],
+        "rewards": [*episode.rewards],
+        "info": episode.info,
+        "snapshot": None if episode.snapshot is None else b64encode(episode.snapshot).decode(),
+        "resumed_at": [*episode.resumed_at],
+    }
+    segment = episode.history if begun is None else begun.segments[0]
+    return Trajectory(trajectory_id, "policy", (segment,), "abort", "", sampling, metadata={_KEY: saved})
+
+
+def saved_episode(row: Trajectory, prompt: Prompt) -> Episode:
+    """The episode of an unfinished trajectory."""
+    saved, (segment,) = row.metadata[_KEY], row.segments
+    return Episode(
+        episode_id=saved["episode_id"],
+        history=first_tokens(segment, saved["num_tokens"]),
+        messages=[*prompt.messages, *saved["messages"]],
+        num_given=saved["num_given"],
+        actions=[*saved["actions"]],
+        turns=[*saved["turns"]],
+        rewards=[(last, reward) for last, reward in saved["rewards"]],
+        info=saved["info"],
+        snapshot=None if saved["snapshot"] is None else b64decode(saved["snapshot"]),
+        begun=row if len(segment.ids) > saved["num_tokens"] else None,
+        resumed_at=[*saved["resumed_at"]],
+    )
