@@ -43,9 +43,11 @@ class ScriptedSampler(Sampler):
         words: Callable[[int], Sequence[str]],
         finish: FinishReason = "stop",
         stops_at: tuple[int, int] | None = None,
+        first_version: int = 0,
     ) -> None:
         super().__init__(tokenizer(), max_model_tokens=1000, seed=3)
         self._encode, self._words, self._finish, self._stops_at = tokenizer().encode, words, finish, stops_at
+        self._first_version = first_version
         self.requests: list[SamplingRequest] = []
         self.begun: dict[str, Completion] = {}
         """What is sampled of turns that do not end, by request id."""
@@ -66,7 +68,7 @@ class ScriptedSampler(Sampler):
         ended, first = ids[-1] == EOS_ID, len(request.sampled_ids)
         assert ids[:first] == [*request.sampled_ids], "a turn goes on as it began"
         logprobs = [-(turn + 1) - place / 100 for place in range(len(ids))]
-        spans = [VersionSpan(0, 1, turn // 2)]
+        spans = [VersionSpan(0, 1, self._first_version + turn // 2)]
         if self._stops_at is not None and self._stops_at[0] == turn:
             last = self._stops_at[1]
             self.begun[request.request_id] = Completion(ids[:last], logprobs[:last], spans, "abort")

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import ConfigError, EpisodeError
-from tandem.protos.types import Trajectory, TrajectoryGroup
+from tandem.protos.types import Trajectory, TrajectoryGroup, VersionSpan
 from tandem.rollout.environments import episode
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeFigures, EpisodeSampler
@@ -239,6 +239,19 @@ def test_an_episode_whose_sampler_is_killed_goes_on_with_another_one(
         for one in (*second.row.segments, *calm.segments)
     ]
     assert values[0] == values[1], "every sampled token is there once"
+
+
+def test_the_rest_of_an_interrupted_turn_has_the_version_that_sampled_it(encoder: ChatEncoder, tmp_path: Path) -> None:
+    first = ScriptedSampler(lambda _: WORDS, stops_at=(1, 2))
+    saved = play(encoder, tmp_path, "Replayed", first, until=lambda changes, sampler: bool(sampler.begun)).saved
+    assert saved is not None
+    second = ScriptedSampler(lambda _: WORDS, first_version=7)
+    row = play(encoder, tmp_path, "Replayed", second, unfinished=stored(saved)).row
+    assert row is not None
+    (segment,) = row.segments
+    (start, _), (interrupted, _), (last, _) = sampled_parts(segment)
+    expected = (VersionSpan(start, 1, 0), VersionSpan(interrupted + 2, 1, 7), VersionSpan(last, 1, 8))
+    assert segment.spans == expected
 
 
 def test_episodes_that_begin_anew_anyway_are_not_saved(encoder: ChatEncoder, tmp_path: Path) -> None:
