@@ -145,11 +145,20 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:
 
 @app.command("eval", short_help="Measure a model's accuracy.")
 @command
-def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> int:
-    """Answers the recipe's evaluation sets with its model and prints the metrics.
+def evaluate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rescore: Annotated[str, option(metavar="SCORER", help="Score stored samples again.")] = "",
+) -> int:
+    """Answers the recipe's evaluation sets with its model and prints the metrics. With --rescore, scores the samples
+    that a run has stored with another scorer instead; RECIPE is the run folder, or one of its files of samples.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """
+    if rescore:
+        from tandem.services.commands.rescore import score_stored_samples
+
+        return score_stored_samples(recipe, rescore, overrides or ())
     loaded = _load(recipe, overrides)
     from tandem.services.commands.evaluate import evaluate_recipe
 

@@ -92,6 +92,11 @@ class Generation:
         return replace(self, reward=reward, correct=correct, breakdown=breakdown, unscored="")
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it is an episode without an end, because its environment failed."""
+        return self.unscored == _ENVIRONMENT
+
+    @property
     def has_no_answer(self) -> bool:
         """Whether a scorer says that it found no answer in the text."""
         return any(value == 0.0 for value in parts_named("answered", self.breakdown))
@@ -150,6 +155,11 @@ class SetResult:
     """95 % confidence intervals of the metrics over the prompts."""
     data_sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The metrics of each `data_source`, and its number of prompts."""
+
+
+def read_generations(file: Path) -> list[Generation]:
+    """The stored samples of one set at one version, by prompt."""
+    return sorted((Generation(**line) for line in JsonLines(file).read()), key=attrgetter("index", "sample"))
 
 
 class GenerationsFile:
