@@ -339,6 +339,7 @@ def data_check(
     model: Annotated[str | None, option(help="Model folder whose tokenizer counts the prompts' tokens.")] = None,
     max_prompt_tokens: Annotated[int | None, option(min=1, help="Longest prompt allowed; needs --model.")] = None,
     chat_template: Annotated[str, option(help="File with a Jinja chat template.")] = "",
+    training: Annotated[list[Path] | None, option(help="Training file: counts the prompts that it has, too.")] = None,
 ) -> int:
     """Checks a dataset row by row: columns, roles, empty or too long prompts, duplicates, missing ground truth.
 
@@ -348,8 +349,8 @@ def data_check(
     """
     from tandem.services.commands.data_check import check_file, show
 
-    report = check_file(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
-    return show(report, console())
+    limits = (max_prompt_tokens, chat_template, training or ())
+    return show(check_file(file, model, *limits), console())
 
 
 @certs_app.command("init", short_help="Make a CA and certificates of services and clients.")
