@@ -64,7 +64,7 @@ class Prompt:
         return f"{self.epoch}-{self.index}"
 
     @property
-    def row(self) -> Mapping[str, Any]:
+    def row(self) -> Mapping[str, object]:
         """The row of the data set, in verl's columns."""
         return {
             "data_source": self.data_source,
@@ -74,7 +74,7 @@ class Prompt:
             "extra_info": dict(self.extra_info),
         }
 
-    def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
+    def judged_info(self, num_tokens: int) -> Mapping[str, object]:
         """`extra_info` for scorers, and `num_tokens` (sampled) and `prompt` (messages) where it lacks them."""
         prompt = {"prompt": [dict(message) for message in self.messages]} if self.messages else {}
         return {"num_tokens": num_tokens, **prompt, **self.extra_info}

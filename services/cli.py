@@ -147,11 +147,20 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:
 
 @app.command("eval", short_help="Measure a model's accuracy.")
 @command
-def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> int:
-    """Answers the recipe's evaluation sets with its model and prints the metrics.
+def evaluate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rescore: Annotated[str, option(metavar="SCORER", help="Score stored samples again.")] = "",
+) -> int:
+    """Answers the recipe's evaluation sets with its model and prints the metrics. With --rescore, scores the samples
+    that a run has stored with another scorer instead; RECIPE is the run folder, or one of its files of samples.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """
+    if rescore:
+        from tandem.services.commands.rescore import score_stored_samples
+
+        return score_stored_samples(recipe, rescore, overrides or ())
     loaded = _load(recipe, overrides)
     from tandem.services.commands.evaluate import evaluate_recipe
 
@@ -332,6 +341,7 @@ def data_check(
     model: Annotated[str | None, option(help="Model folder whose tokenizer counts the prompts' tokens.")] = None,
     max_prompt_tokens: Annotated[int | None, option(min=1, help="Longest prompt allowed; needs --model.")] = None,
     chat_template: Annotated[str, option(help="File with a Jinja chat template.")] = "",
+    training: Annotated[list[Path] | None, option(help="Training file: counts the prompts that it has, too.")] = None,
 ) -> int:
     """Checks a dataset row by row: columns, roles, empty or too long prompts, duplicates, missing ground truth.
 
@@ -341,8 +351,8 @@ def data_check(
     """
     from tandem.services.commands.data_check import check_file, show
 
-    report = check_file(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
-    return show(report, console())
+    limits = (max_prompt_tokens, chat_template, training or ())
+    return show(check_file(file, model, *limits), console())
 
 
 @certs_app.command("init", short_help="Make a CA and certificates of services and clients.")

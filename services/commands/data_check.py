@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tandem.protos.errors import DataError
 from tandem.services.command_line import cell
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import COLUMNS, READ_COLUMNS, Dataset, Row, RowFault
+from tandem.services.data.overlap import num_shared
 
 _MOST_ROWS_SHOWN = 20
 _EXPLAINED = {
@@ -41,6 +43,8 @@ class Report:
     data_sources: Counter[str] = field(default_factory=Counter)
     prompt_lengths: list[int] = field(default_factory=list)
     """Length in tokens of every tokenised prompt; empty without a model."""
+    num_trained: int | None = None
+    """Number of rows whose prompts are in the training files; None if none are named."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -56,9 +60,15 @@ class Report:
 
 
 def check_file(
-    path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
+    path: str | Path,
+    model_path: str | None = None,
+    max_prompt_tokens: int | None = None,
+    chat_template: str = "",
+    training: Sequence[Path] = (),
 ) -> Report:
-    """Checks every row; with a model, also lengths. Raises DataError or ModelError if something cannot be read."""
+    """Checks every row; with a model, also lengths; with training files, whether the prompts are in them. Raises
+    DataError or ModelError if something cannot be read.
+    """
     if max_prompt_tokens is not None and model_path is None:
         raise DataError("a limit of prompt tokens needs a model to count them with; add --model FOLDER")
     dataset = Dataset(path)
@@ -71,6 +81,9 @@ def check_file(
             fault = _measure(row, report, encoder, max_prompt_tokens)
         if fault is not None:
             report.faults.append(fault)
+    if training:
+        prompts = [row.messages for row in dataset if isinstance(row, Row)]
+        report.num_trained = num_shared({"": prompts}, training)[""]
     return report
 
 
@@ -122,6 +135,8 @@ def _overview(report: Report) -> Table:
         table.add_row("columns absent", ", ".join(absent))
     table.add_row("roles", cell(_counted(report.roles)))
     table.add_row("data sources", cell(_counted(report.data_sources)))
+    if report.num_trained is not None:
+        table.add_row("rows in the training data", str(report.num_trained))
     if report.prompt_lengths:
         lengths = sorted(report.prompt_lengths)
         middle, high = lengths[len(lengths) // 2], lengths[int(0.99 * (len(lengths) - 1))]

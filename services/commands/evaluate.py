@@ -77,14 +77,15 @@ def _report(recipe: Recipe, result: Evaluation) -> int:
     files = {one.name: one.file for one in recipe.eval_sets}
     for name, one in result.sets.items():
         print(f"{name}: {recipe.model.path} on {files[name]}")
-        _print_set(one)
+        print_set(one)
     print(f"{result.num_rows} rows in {result.seconds:.1f} s")
     for failure in result.failures:
         print_error(failure)
     return FAILED if result.failures else FINISHED
 
 
-def _print_set(one: SetResult) -> None:
+def print_set(one: SetResult) -> None:
+    """Prints the metrics and the counts of a set."""
     if one.accuracy is not None:
         means = f"accuracy {one.accuracy:.4f}, mean reward {one.metrics['mean_reward']:.4f}"
         print(f"  {means} over {one.num_scored} rows")

@@ -81,6 +81,8 @@ class EvalConfig(Options):
     """Metric, e.g. `eval/test/pass@1`: of the trained versions that are evaluated, the one with its highest value is
     kept as a Hugging Face folder in `best/<version>`.
     """
+    num_best: Annotated[int, Field(ge=1)] = 1
+    """Number of versions that keep_best keeps, those with the highest values."""
     stop_at: float | None = None
     """The run ends early once the metric of keep_best has at least this value."""
     patience: Annotated[int, Field(ge=0)] = 0
@@ -93,8 +95,8 @@ class EvalConfig(Options):
 
     @model_validator(mode="after")
     def _has_a_metric(self) -> EvalConfig:
-        if (self.patience or self.stop_at is not None) and not self.keep_best:
-            raise ValueError("stop_at and patience need a metric; set keep_best, e.g. to eval/test/pass@1")
+        if (self.patience or self.stop_at is not None or self.num_best > 1) and not self.keep_best:
+            raise ValueError("stop_at, patience and num_best need a metric; set keep_best, e.g. to eval/test/pass@1")
         return self
 
 

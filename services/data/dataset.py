@@ -192,7 +192,7 @@ class Dataset:
 
 def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
     """Parses a row of verl's or TRL's columns. Returns the first fault if it is unusable."""
-    messages = _messages(index, values.get("prompt"))
+    messages = parse_messages(index, values.get("prompt"))
     if isinstance(messages, RowFault):
         return messages
     judged_by = values.get("reward_model")
@@ -216,7 +216,8 @@ def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
     return Row(index, data_source, messages, ability, ground_truth, extra_info)
 
 
-def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | RowFault:
+def parse_messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | RowFault:
+    """The chat messages of a row's `prompt`, or the row's fault."""
     if prompt is None or prompt == []:
         return RowFault(index, "empty", "prompt is missing or has no message")
     if isinstance(prompt, str):

@@ -22,6 +22,7 @@ from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.server import control_server
+from tandem.services.data.overlap import trained_prompts
 from tandem.services.launchers.children import ChildSpec
 from tandem.services.launchers.local import LocalLauncher
 from tandem.services.launchers.machines import THIS_MACHINE, Machines
@@ -34,6 +35,7 @@ from tandem.services.launchers.process_group import (
     ProcessGroup,
 )
 from tandem.services.metrics.ports import PORT_VARIABLE
+from tandem.services.process import in_thread
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.best_version import reason_to_stop
 from tandem.services.run.endpoint import with_own_host
@@ -98,6 +100,7 @@ def run_recipe(
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
         processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence
         processes.on_poll.append(OutageReport(recipe, buffer.place, processes).check)
+        processes.on_poll.append(OverlapReport(recipe, processes.report).tell)
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
         processes.silence = lambda name: watch.silences.get(name, 0.0)
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
@@ -151,6 +154,31 @@ class OutageReport:
             self._processes.report(f"Redis at {self._place} does not answer; {waits}")
         elif was_away and not self._is_away:
             self._processes.report(f"Redis at {self._place} answers again")
+
+
+class OverlapReport:
+    """Says once how many prompts of evaluation sets are in the training data, too. Counts them while the run starts.
+    Says nothing with an environment, whose tasks differ by more than their prompts.
+    """
+
+    def __init__(self, recipe: Recipe, report: Callable[[str], None]) -> None:
+        counts = bool(recipe.eval_sets) and not recipe.environment.path
+        self._counting = in_thread("overlap", trained_prompts, recipe) if counts else None
+        self._report = report
+
+    def tell(self) -> None:
+        """Reports the counts when they are known. A file that is gone meanwhile does not end the run."""
+        if self._counting is None or not self._counting.done():
+            return
+        counting, self._counting = self._counting, None
+        try:
+            shared = counting.result()
+        except TandemError as error:
+            self._report(f"the evaluation sets could not be compared with the training data: {error}")
+            return
+        for name, (number, total) in shared.items():
+            if number:
+                self._report(f"evaluation set {name}: {number} of {total} prompts are in the training data, too")
 
 
 def _report(recipe: Recipe, console: Console, line: str) -> None:

@@ -56,6 +56,7 @@ def report_html(run: RunData, other: RunData | None = None) -> str:
         timelines={name: {title: divs[f"time {name} {title}"] for title in rows} for name, rows in timelines.items()},
         parts={name.removeprefix("part "): div for name, div in divs.items() if name.startswith("part ")},
         samples=list(run.samples()),
+        evaluated=list(run.evaluated_samples()),
         configurations=[as_toml(without_secrets(one.recipe)) for one in runs],
         differences=list(_differences(run, other)) if other else [],
         script=script,

@@ -13,11 +13,19 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE
-from tandem.services.run.json_files import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line
+from tandem.services.run.json_files import (
+    EVALUATIONS_FILE,
+    GENERATIONS_FOLDER,
+    METRICS_FILE,
+    JsonLines,
+    Line,
+)
 from tandem.services.run.metrics import summarise
+from tandem.services.trainer.generations import Generation, read_generations
 from tandem.trainer.batch.record import read_record, recorded_versions
 
 _GROUPS_SHOWN = 3  # of each batch that is shown
+_ANSWERS_SHOWN = 2  # right ones and as many wrong ones, of each set
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,27 @@ class RunData:
             payloads = list(read_record(self.folder, version)[1].values())[:_GROUPS_SHOWN]
             yield version, [sample for payload in payloads for sample in _extremes(decode_group(payload))]
 
+    def evaluated_samples(self) -> Iterator[tuple[str, int, list[EvaluatedSample]]]:
+        """Name, version and samples of each evaluation set at the first and the last version of which there are
+        samples: some right and some wrong ones.
+        """
+        files = [one for one in (self.folder / GENERATIONS_FOLDER).glob("[0-9]*/*.jsonl") if one.parent.name.isdigit()]
+        for name in sorted({file.stem for file in files}):
+            own = sorted((file for file in files if file.stem == name), key=lambda file: int(file.parent.name))
+            for file in dict.fromkeys((own[0], own[-1])):
+                rows = [row for row in read_generations(file) if row.reward is not None]
+                right, wrong = ([row for row in rows if row.correct is kind][:_ANSWERS_SHOWN] for kind in (True, False))
+                yield name, int(file.parent.name), [_evaluated(row) for row in (*right, *wrong)]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSample:
+    """One answer of an evaluation, or the conversation of an episode."""
+
+    generation: Generation
+    prompt: str
+    answer: str
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -88,10 +117,9 @@ def _extremes(group: TrajectoryGroup) -> Iterator[Sample]:
 def _sample(group: TrajectoryGroup, row: ScoredTrajectory) -> Sample:
     trajectory, prompt = row.trajectory, group.prompt
     spans = [span.policy_version for segment in trajectory.segments for span in segment.spans]
-    content = prompt.messages[-1]["content"] if prompt.messages else f"({len(prompt.token_ids)} tokens)"
     return Sample(
         group.group_id,
-        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False),
+        _text(prompt.messages[-1]["content"]) if prompt.messages else f"({len(prompt.token_ids)} tokens)",
         trajectory.text,
         row.reward or 0.0,
         row.breakdown,
@@ -99,3 +127,14 @@ def _sample(group: TrajectoryGroup, row: ScoredTrajectory) -> Sample:
         sum(segment.num_loss_tokens for segment in trajectory.segments),
         trajectory.finish_reason,
     )
+
+
+def _evaluated(row: Generation) -> EvaluatedSample:
+    answers = row.episode["messages"][len(row.prompt) :] if row.episode else ()
+    conversation = "\n\n".join(f"{one['role']}: {_text(one.get('content'))}" for one in answers)
+    prompt = _text(row.prompt[-1]["content"]) if row.prompt else ""
+    return EvaluatedSample(row, prompt, conversation or row.answer)
+
+
+def _text(content: object) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

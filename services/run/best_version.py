@@ -1,9 +1,9 @@
-"""The best version of a run by a metric of its evaluations, and whether the run has trained long enough."""
+"""The best versions of a run by a metric of its evaluations, and whether the run has trained long enough."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from tandem.services.config.eval_sets import EvalConfig
@@ -34,18 +34,18 @@ def values_by_version(evaluations: Iterable[Line], metric: str) -> dict[int, flo
     return {version: found[version] for version in sorted(found) if version > 0}
 
 
-def keep_best(folder: Path, evaluations: Iterable[Line], metric: str) -> None:
-    """Removes all exports in the run folder's `best/` but that with the highest value. Versions without an export do
+def keep_best(folder: Path, evaluations: Iterable[Line], metric: str, num_best: int) -> None:
+    """Removes all exports in the run folder's `best/` but those with the highest values. Versions without an export do
     not count: a resumed run may have got another metric. Raises OSError.
     """
     exported = {int(export.name) for export in (folder / BEST_FOLDER).glob("[0-9]*") if export.name.isdigit()}
     values = {one: value for one, value in values_by_version(evaluations, metric).items() if one in exported}
-    remove_others(folder, best_version(values))
+    remove_others(folder, best_versions(values, num_best))
 
 
-def best_version(values: Mapping[int, float]) -> int | None:
-    """The version with the highest value, the first one of equal ones; None without a value."""
-    return max(values, key=lambda version: (values[version], -version)) if values else None
+def best_versions(values: Mapping[int, float], num_best: int) -> list[int]:
+    """The versions with the highest values, the best one first, of equal ones the earlier one."""
+    return sorted(values, key=lambda version: (-values[version], version))[:num_best]
 
 
 def reason_to_stop(evaluations: Iterable[Line], config: EvalConfig) -> str:
@@ -61,9 +61,9 @@ def reason_to_stop(evaluations: Iterable[Line], config: EvalConfig) -> str:
     return ""
 
 
-def remove_others(folder: Path, best: int | None) -> None:
-    """Removes the exports of all versions but the best from the run folder. Raises OSError."""
+def remove_others(folder: Path, best: Collection[int]) -> None:
+    """Removes the exports of all versions but the best ones from the run folder. Raises OSError."""
     for export in sorted((folder / BEST_FOLDER).glob("[0-9]*")):
         version = export.name.partition("-")[0]  # adapters have a folder of their own
-        if version.isdigit() and int(version) != best and "." not in export.name:
+        if version.isdigit() and int(version) not in best and "." not in export.name:
             remove_folder(export)

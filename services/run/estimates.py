@@ -49,7 +49,8 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None, *, last_version: i
     if facts is None:
         return payloads
     checkpoints = min(trainer.keep_checkpoints + 1, 1 + coming // recipe.checkpoint_every)
-    exports = 1 + (coming // trainer.export_every if trainer.export_every else 0) + (2 if recipe.eval.keep_best else 0)
+    exports = 1 + (coming // trainer.export_every if trainer.export_every else 0)
+    exports += recipe.eval.num_best + 1 if recipe.eval.keep_best else 0
     num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
     checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
     return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)

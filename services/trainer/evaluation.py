@@ -68,6 +68,21 @@ class Evaluation:
     seconds: float
     sets: Mapping[str, SetResult]
 
+    @classmethod
+    def of(cls, version: int | None, sets: Mapping[str, SetResult], recipe: Recipe, seconds: float) -> Evaluation:
+        """The evaluation of these sets of the recipe."""
+        first = sets.get(recipe.eval_sets[0].name)
+        return cls(
+            version=version,
+            accuracy=first.accuracy if first else None,
+            mean_reward=first.metrics.get("mean_reward") if first else None,
+            num_rows=sum(one.num_samples for one in sets.values()),
+            num_scored=sum(one.num_scored for one in sets.values()),
+            unscored=dict(sum((Counter(one.unscored) for one in sets.values()), Counter[str]())),
+            seconds=seconds,
+            sets=sets,
+        )
+
     @property
     def failures(self) -> list[str]:
         """One line for each set without metrics."""
@@ -120,17 +135,7 @@ def evaluate(
             file = GenerationsFile(folder / f"{one.name}.jsonl", settings := one.settings(*depends_on))
             missing = _complete(_Sampling(one, version, settings, channels, file, plays=bool(environment)))
             results[one.name] = result_of(one, file.rows, missing, recipe.eval.min_scored)
-    first = results.get(recipe.eval_sets[0].name)
-    return Evaluation(
-        version=version,
-        accuracy=first.accuracy if first else None,
-        mean_reward=first.metrics.get("mean_reward") if first else None,
-        num_rows=sum(one.num_samples for one in results.values()),
-        num_scored=sum(one.num_scored for one in results.values()),
-        unscored=dict(sum((Counter(one.unscored) for one in results.values()), Counter[str]())),
-        seconds=time.monotonic() - started,
-        sets=results,
-    )
+    return Evaluation.of(version, results, recipe, time.monotonic() - started)
 
 
 def _complete(sampling: _Sampling) -> Mapping[str, int]:
@@ -222,7 +227,7 @@ class _Sampling:
 
     def _scored(self, sampled: Sequence[tuple[Prompt, Generation]]) -> list[Generation]:
         """The samples with their scores. Those whose environment failed are not scored."""
-        items = [row.item(prompt) for prompt, row in sampled if not row.unscored]
+        items = [row.item(prompt) for prompt, row in sampled if not row.has_failed]
         request = reward_pb2.ScoreRequest(
             items=[
                 reward_pb2.ScoreRequest.Item(
@@ -243,7 +248,7 @@ class _Sampling:
                 replies = stub.Score(request, timeout=_left(self.deadline)).items
         assert len(replies) == len(items), "one score an item"
         scores = map(_score_of, replies)
-        return [row if row.unscored else row.with_score(next(scores)) for _, row in sampled]
+        return [row if row.has_failed else row.with_score(next(scores)) for _, row in sampled]
 
 
 def _score_of(reply: reward_pb2.ScoreReply.Item) -> Score:

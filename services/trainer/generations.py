@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from tandem.protos import rollout_pb2
-from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.contracts import JsonObject, Score, ScoreItem, Unscored
 from tandem.protos.types import Prompt
 from tandem.reward.text.values import last_boxed, last_tagged
 from tandem.services.run.json_files import JsonLines
@@ -46,7 +45,7 @@ class Generation:
     """Why it has no reward; "" if it has one."""
     settings: str
     """Digest of what the sample depends on. Only samples with the same one are used again."""
-    episode: Mapping[str, Any] = field(default_factory=dict)
+    episode: JsonObject = field(default_factory=dict)
     """Of an episode: `earned_reward`, and `stop`, `num_turns`, `messages` and `info`, or `error` if its environment
     failed.
     """
@@ -91,6 +90,11 @@ class Generation:
             reward, breakdown = reward + earned, {**(breakdown or {"scorer": reward}), "earned": earned}
         correct = _is_correct(reward, score.breakdown)
         return replace(self, reward=reward, correct=correct, breakdown=breakdown, unscored="")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is an episode without an end, because its environment failed."""
+        return self.unscored == _ENVIRONMENT
 
     @property
     def has_no_answer(self) -> bool:
@@ -151,6 +155,11 @@ class SetResult:
     """95 % confidence intervals of the metrics over the prompts."""
     data_sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The metrics of each `data_source`, and its number of prompts."""
+
+
+def read_generations(file: Path) -> list[Generation]:
+    """The stored samples of one set at one version, by prompt."""
+    return sorted((Generation(**line) for line in JsonLines(file).read()), key=attrgetter("index", "sample"))
 
 
 class GenerationsFile:
@@ -241,7 +250,7 @@ def result_of(
     )
 
 
-def _episode_sums(episodes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _episode_sums(episodes: Sequence[JsonObject]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for one in episodes:
         counted = {name: value for name in _COUNTED if type(value := one["info"].get(name)) is int}

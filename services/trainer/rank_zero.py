@@ -383,12 +383,12 @@ class RankZero:
             log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})
 
     def _judge_evaluations(self) -> None:
-        """Keeps the best version's export only, and begins no further batch if the run has trained long enough."""
+        """Keeps the best versions' exports only, and begins no further batch if the run has trained long enough."""
         config = self._recipe.eval
         if not config.keep_best:
             return
         lines = self._metrics.evaluations.read()
-        keep_best(self._recipe.folder, lines, config.keep_best)
+        keep_best(self._recipe.folder, lines, config.keep_best, config.num_best)
         if (reason := reason_to_stop(lines, config)) and not self._prefetch.is_ending:
             log.info("the run ends early: %s", reason)
             self._prefetch.end()

@@ -44,8 +44,8 @@ def test_the_best_version_is_chosen_by_a_metric_that_exists() -> None:
     for metric, says in cases.items():
         with pytest.raises(ConfigError, match=re.escape(f"eval.keep_best: {says}")):
             parse_recipe({**one.model_dump(), "eval": {**section, "keep_best": metric}})
-    with pytest.raises(ConfigError, match="stop_at and patience need a metric; set keep_best"):
-        parse_recipe({**one.model_dump(), "eval": {"stop_at": 0.5}})
+    with pytest.raises(ConfigError, match="stop_at, patience and num_best need a metric; set keep_best"):
+        parse_recipe({**one.model_dump(), "eval": {"num_best": 2}})
 
 
 def test_greedy_samples_of_a_prompt_differ_with_an_environment() -> None:

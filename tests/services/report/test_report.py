@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tandem.services.cli import app
+from tandem.services.run.json_files import JsonLines
 from tests.support.made_up_run import make_run
 
 
@@ -59,6 +62,34 @@ def test_text_of_a_model_is_not_markup(tmp_path: Path) -> None:
     body = body_of(report(make_run(tmp_path, "mine")))
     assert "<script>alert" not in body and "<b>1 + 1</b>" not in body
     assert "&lt;script&gt;alert(&#39;answer&#39;)&lt;/script&gt;" in body and "&lt;b&gt;1 + 1&lt;/b&gt;" in body
+
+
+def write_samples(run: Path, version: int, rewards: Sequence[float | None], **more: Any) -> None:
+    """Samples of the set `held_out`, one a prompt, right ones with the reward 1."""
+    lines = JsonLines(run / "evaluations" / f"{version:06d}" / "held_out.jsonl")
+    lines.path.parent.mkdir(parents=True)
+    prompt = [{"role": "user", "content": "<i>a prompt</i>"}]
+    fixed = {"sample": 0, "data_source": "", "prompt": prompt, "num_tokens": 7, "finish_reason": "stop"}
+    for index, reward in enumerate(rewards):
+        scored = {"reward": reward, "correct": reward == 1.0, "breakdown": {}, "unscored": "" if reward else "timeout"}
+        answer = f"answer {index} of version {version}"
+        lines.append({"index": index, "answer": answer, "settings": "", **fixed, **scored, **more})
+
+
+def test_a_report_shows_right_and_wrong_samples_of_the_first_and_the_last_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "mine")
+    write_samples(run, 0, [0.25, 1.0])
+    write_samples(run, 2, [1.0])
+    messages = [{"role": "user", "content": "<i>a prompt</i>"}, {"role": "assistant", "content": "a <turn>"}]
+    episode = {"earned_reward": 0.0, "stop": "turns", "num_turns": 1, "messages": messages, "info": {}}
+    write_samples(run, 10, [None, 1.0, 1.0, 1.0, 0.5], episode=episode)
+    body = body_of(report(run))
+    assert re.findall(r"<h3>(held_out.*)</h3>", body) == ["held_out, version 0", "held_out, version 10"]
+    shown = re.findall(r"row (\d+), sample 0 · .*>(right|wrong),\s+reward ([\d.]+)</span>", body)
+    first, last = [("1", "right", "1"), ("0", "wrong", "0.25")], [("1", "right", "1"), ("2", "right", "1")]
+    assert shown == [*first, *last, ("4", "wrong", "0.5")]
+    assert "answer 1 of version 0" in body and "ended by turns" in body
+    assert body.count("assistant: a &lt;turn&gt;") == 3 and body.count("&lt;i&gt;a prompt&lt;/i&gt;") == 5
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_an_episode_of_which_another_version_sampled_a_turn_is_refused(encoder: 
     ],
 )
 def test_an_episode_that_cannot_be_played_is_refused(row: str, told: str) -> None:
-    servicer = RolloutServicer("rollout-3", ScriptedSampler(lambda _: WORDS), None, 400, Path())  # type: ignore[arg-type]
+    sampler = ScriptedSampler(lambda _: WORDS)
+    servicer = RolloutServicer("rollout-3", sampler, None, 400, Path())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=told):
         asyncio.run(servicer.Generate(request_of("eval-test-0", row=row), None))  # type: ignore[arg-type]

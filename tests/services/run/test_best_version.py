@@ -9,8 +9,9 @@ import pytest
 
 from tandem.services.config.eval_sets import EvalConfig
 from tandem.services.run.best_version import (
-    best_version,
+    best_versions,
     evaluation_figures,
+    keep_best,
     reason_to_stop,
     remove_others,
     values_by_version,
@@ -25,10 +26,10 @@ def lines(*values: float | None) -> list[dict[str, Any]]:
     return [evaluation_line(version, value) for version, value in enumerate(values)]
 
 
-def test_the_best_version_is_the_first_trained_one_with_the_highest_value() -> None:
+def test_the_best_versions_are_the_first_trained_ones_with_the_highest_values() -> None:
     values = values_by_version(lines(0.9, 0.1, None, 0.5, 0.5), METRIC)
-    assert values == {1: 0.1, 3: 0.5, 4: 0.5} and best_version(values) == 3
-    assert best_version({}) is None
+    assert values == {1: 0.1, 3: 0.5, 4: 0.5} and best_versions(values, 1) == [3]
+    assert (best_versions(values, 2), best_versions(values, 9), best_versions({}, 1)) == ([3, 4], [3, 4, 1], [])
     repeated = [*lines(0.0, 0.1), evaluation_line(1, 0.3)]
     assert values_by_version(repeated, METRIC) == {1: 0.3}, "a version that was evaluated again"
 
@@ -62,12 +63,19 @@ def test_a_run_ends_early_by_threshold_or_patience(
     assert reason_to_stop(lines(*values), EvalConfig(keep_best=METRIC, **config)) == says
 
 
-def test_only_the_best_export_and_its_adapter_stay(tmp_path: Path) -> None:
+def test_only_the_best_exports_and_their_adapters_stay(tmp_path: Path) -> None:
     names = ("000003", "000003-adapter", "000006", "000006-adapter", "000009.partial")
     for name in names:
         (tmp_path / "best" / name).mkdir(parents=True)
-    remove_others(tmp_path, 6)
+    remove_others(tmp_path, [6])
     assert sorted(one.name for one in (tmp_path / "best").iterdir()) == ["000006", "000006-adapter", "000009.partial"]
-    remove_others(tmp_path, None)
+    remove_others(tmp_path, [])
     assert [one.name for one in (tmp_path / "best").iterdir()] == ["000009.partial"]
-    remove_others(tmp_path / "none", 1)
+    remove_others(tmp_path / "none", [1])
+
+
+def test_exports_of_as_many_versions_stay_as_are_to_be_kept(tmp_path: Path) -> None:
+    for version in (1, 2, 4):
+        (tmp_path / "best" / f"{version:06d}").mkdir(parents=True)
+    keep_best(tmp_path, lines(0.9, 0.1, 0.4, 0.8, 0.2), METRIC, 2)
+    assert sorted(one.name for one in (tmp_path / "best").iterdir()) == ["000002", "000004"], "3 has no export"

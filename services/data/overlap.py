@@ -1,0 +1,72 @@
+"""Prompts that are in the training data and in an evaluation set. Prompts with the same messages are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from tandem.services.config import Recipe
+from tandem.services.data.dataset import (
+    Dataset,
+    Row,
+    RowFault,
+    is_parquet,
+    parse_line,
+    parse_messages,
+    reading,
+    table_rows,
+)
+
+Messages = Sequence[Mapping[str, object]]
+
+
+def trained_prompts(recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """Evaluation set → how many of its prompts are in the training files, and of how many. Raises DataError."""
+    sets = {
+        one.name: [row.messages for row in islice(Dataset(one.file), one.limit or None) if isinstance(row, Row)]
+        for one in recipe.eval_sets
+    }
+    shared = num_shared(sets, [file.path for file in recipe.data.train_files])
+    return {name: (shared[name], len(prompts)) for name, prompts in sets.items()}
+
+
+def num_shared(sets: Mapping[str, Collection[Messages]], files: Iterable[str | Path]) -> dict[str, int]:
+    """How many prompts of each set are in the files. Reads only the prompts of these, and most of them in part: those
+    that end with the same text as a prompt of a set. Raises DataError if a file cannot be read.
+    """
+    keys = {name: [_key(messages) for messages in prompts] for name, prompts in sets.items()}
+    wanted = {key for own in keys.values() for key in own}
+    ends = {messages[-1]["content"] for prompts in sets.values() for messages in prompts}
+    found: set[str] = set()
+    for file in files:
+        for prompt in _prompts(Path(file)):
+            if _end(prompt) in ends and not isinstance(messages := parse_messages(0, prompt), RowFault):
+                found |= {_key(messages)} & wanted
+    return {name: sum(key in found for key in own) for name, own in keys.items()}
+
+
+def _prompts(file: Path) -> Iterator[object]:
+    """The column `prompt` of a file as it stands, without rows that cannot be read."""
+    with reading(file):
+        if is_parquet(file):
+            for batch in pq.ParquetFile(file, memory_map=True).iter_batches(columns=["prompt"]):
+                yield from (row.get("prompt") for row in table_rows(0, batch) if not isinstance(row, RowFault))
+        else:
+            with file.open("rb") as lines:
+                rows = (parse_line(0, line) for line in lines)
+                yield from (row.get("prompt") for row in rows if not isinstance(row, RowFault))
+
+
+def _end(prompt: object) -> str | None:
+    """The text with which a prompt ends, as far as its last message has one."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    text = last.get("content") if isinstance(last, dict) else last
+    return text if isinstance(text, str) else None
+
+
+def _key(messages: Messages) -> str:
+    return json.dumps(list(messages), sort_keys=True, default=str)
