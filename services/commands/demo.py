@@ -74,7 +74,8 @@ def main(
 def demo_settings(task: DemoTask, seed: int, overrides: list[str]) -> list[str]:
     """Overrides of the demo's recipe: data and models are in the run folder. The user's overrides come last."""
     given = [f"run.seed={seed}", *overrides]
-    folder = load_recipe(task.recipe, given).folder
+    recipe = load_recipe(task.recipe, given)
+    folder = recipe.folder
     places = {
         "model.path": folder / "model",
         "data.train_file": folder / "data" / "train.parquet",
@@ -82,6 +83,8 @@ def demo_settings(task: DemoTask, seed: int, overrides: list[str]) -> list[str]:
         "sft.train_file": folder / "data" / "demonstrations.parquet",
         "sft.output": folder / "model",
     }
+    if recipe.environment.path:  # it is in the clone, wherever the demo is started
+        places["environment.path"] = task.recipe.parents[2] / recipe.environment.path
     engine = [f"rollout.engine={usable_engine()}"] if usable_engine() != RolloutConfig().engine else []
     return [*(f"{key}={_quoted(place)}" for key, place in places.items()), *engine, *given]
 
