@@ -17,7 +17,7 @@ from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.rollout.episodes import EpisodeEncoder
-from tests.rollout.environments.test_episode import ScriptedSampler, prompt_of, sampled_parts
+from tests.support.episodes import ScriptedSampler, prompt_of, sampled_parts
 from tests.support.tiny_model import TOOL_TEMPLATE, character_tokenizer
 
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
