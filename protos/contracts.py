@@ -4,10 +4,10 @@ of scorer classes is in `tandem.reward.contracts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 # Not in types.py, because scoring processes and clients do not load numpy, which starts threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
@@ -116,7 +116,8 @@ class Environment(Protocol):
 
     The methods run in the event loop of a process that has the environments of several episodes, so they may not block
     it (docs/environments.md). A class attribute `resume` says how an interrupted episode goes on (`Resume`); without it
-    the episode starts again.
+    the episode starts again. With an attribute `tool_schemas`, a list of tools in OpenAI's form, the chat template
+    shows them to the policy, and actions have its calls as `tool_calls` (docs/tools.md).
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
@@ -150,3 +151,12 @@ class SnapshotEnvironment(Environment, Protocol):
         arguments.
         """
         ...
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
+
+
+def parallel_tool(function: AnyFunction) -> AnyFunction:
+    """Declares that calls of this tool may run at the same time as other calls of their turn."""
+    function.parallel = True  # type: ignore[attr-defined]
+    return function

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SnapshotEnvironment,
         StepResult,
         Unscored,
+        parallel_tool,
     )
     from tandem.protos.errors import TandemError, UserError
     from tandem.reward.contracts import Scorer
@@ -51,10 +52,13 @@ __all__ = [
     "TandemError",
     "Unscored",
     "UserError",
+    "parallel_tool",
 ]
 
 _MODULES = {
-    "protos.contracts": "Environment Observation Score ScoreItem Scored SnapshotEnvironment StepResult Unscored",
+    "protos.contracts": (
+        "Environment Observation Score ScoreItem Scored SnapshotEnvironment StepResult Unscored parallel_tool"
+    ),
     "protos.errors": "TandemError UserError",
     "reward.contracts": "Scorer",
     "services.clients": "AsyncRewardClient RewardClient",

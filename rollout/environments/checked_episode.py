@@ -12,14 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from tandem.protos.contracts import Environment, JsonObject, Observation, StepResult
-from tandem.rollout.environments.inside import (
-    MAX_LINE_BYTES,
-    ContractError,
-    checked_messages,
-    described,
-    load_class,
-    result_fields,
-)
+from tandem.rollout.environments.inside import MAX_LINE_BYTES, checked_messages, load_class, result_fields
+from tandem.rollout.environments.loading import ContractError, described
 
 Returned = TypeVar("Returned")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem.protos.options import Options
 
+TOOL_ENVIRONMENT = "tandem.rollout.environments.tools.environment:ToolEnvironment"
+
 
 class EnvironmentConfig(Options):
-    """`[environment]`: with a `path`, the policy answers in several turns, between which an environment answers it."""
+    """`[environment]`: with a `path` or `tools`, the policy answers in several turns, between which an environment or
+    its tools answer it.
+    """
 
     path: str = ""
     """Class of the environment (`tandem.Environment`): `module.path:Class` or `file.py:Class`. Empty: one answer a
@@ -18,6 +22,12 @@ class EnvironmentConfig(Options):
     """
     arguments: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the class."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy may call, in place of `path`: Python functions as `file.py:function` or
+    `module.path:function`, and verl's YAML files (docs/tools.md). `arguments` may set their limits.
+    """
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic"] = "auto"
+    """How the policy writes calls, by the name of vLLM's parser; "auto": as the chat template says."""
     variables: tuple[str, ...] = ()
     """Names of environment variables that its process sees besides the usual ones, such as `PATH` and `HF_HOME`
     (docs/security.md), e.g. the key of an API.
@@ -36,3 +46,16 @@ class EnvironmentConfig(Options):
     """Longest time for the start of an episode or one step."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_an_environment(cls, values: object) -> object:
+        """With `tools`, `path` is the class that calls them."""
+        if not isinstance(values, dict) or not isinstance(tools := values.get("tools"), list | tuple) or not tools:
+            return values
+        arguments = values.get("arguments", {})
+        if values.get("path", "") not in ("", TOOL_ENVIRONMENT):
+            raise ValueError("path and tools exclude each other; a class names its own tools in `tool_schemas`")
+        if not isinstance(arguments, dict):
+            return values
+        return {**values, "path": TOOL_ENVIRONMENT, "arguments": {**arguments, "tools": list(tools)}}

@@ -38,7 +38,15 @@ Stop = Literal["terminated", "truncated", "turns", "length"]
 
 
 class TurnEncoder(Protocol):
-    """Turns messages into token ids by the model's chat template. Raises EpisodeError if it refuses them."""
+    """Turns messages into token ids by the model's chat template, and turns of the policy into messages.
+
+    Raises EpisodeError if the template refuses the messages.
+    """
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template shows tools, so that the first prompt is not that of the data set alone."""
+        ...
 
     def encode(self, messages: Sequence[Message]) -> NDArray[np.int32]:
         """Token ids (T,) of a conversation up to the start of the policy's first turn."""
@@ -46,6 +54,10 @@ class TurnEncoder(Protocol):
 
     def encode_reply(self, messages: Sequence[Message], last_token: int) -> NDArray[np.int32]:
         """Token ids (T,) from the end of the policy's turn, whose last token is given, to the start of its next one."""
+        ...
+
+    def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
+        """The policy's message of a complete turn with token ids (T,), with its tool calls as `tool_calls`."""
         ...
 
 
@@ -160,7 +172,8 @@ class EpisodeSampler:
     async def _begin(self, environment: SnapshotEnvironment, prompt: Prompt, episode_id: str) -> Episode:
         observation = await environment.reset(prompt.row, seed=self._seed_of(prompt), episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
-        history = unsampled(self._encoder.encode(messages) if observation.messages else prompt.token_ids)
+        is_prompt = not observation.messages and not self._encoder.shows_tools
+        history = unsampled(prompt.token_ids if is_prompt else self._encoder.encode(messages))
         episode = Episode(episode_id, history, messages, num_given=len(history.ids))
         episode.snapshot = await self._snapshot(environment)
         return episode
@@ -226,6 +239,7 @@ class EpisodeSampler:
 
     async def _sample_turn(self, episode: Episode, running: _Running) -> Stop | None:
         turn, left = len(episode.turns), self._tokens_left(episode, running.sampling)
+        begins_at = len(episode.history.ids)
         if turn == self._config.max_turns:
             return "turns"
         if turn > 0 and left < 1:
@@ -243,9 +257,12 @@ class EpisodeSampler:
         (episode.history,) = row.segments
         episode.begun = None
         episode.actions.append(len(episode.messages))
-        episode.messages.append({"role": "assistant", "content": row.text})
         episode.turns.append(row.text)
-        return "length" if row.finish_reason == "length" else None  # it may lack its most important part
+        if row.finish_reason == "length":  # it may lack its most important part
+            episode.messages.append({"role": "assistant", "content": row.text})
+            return "length"
+        episode.messages.append(self._encoder.decode_turn(episode.history.ids[begins_at:], row.text, turn))
+        return None
 
     async def _answer_turn(self, environment: SnapshotEnvironment, episode: Episode) -> Stop | None:
         result = await self._step(environment, episode, len(episode.rewards))

@@ -7,20 +7,15 @@ What environments print goes to standard error. It ends with its standard input.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import math
 import os
 import signal
-import sys
 import threading
-import traceback
 from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from numbers import Real
-from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from tandem.protos.contracts import (
@@ -33,13 +28,9 @@ from tandem.protos.contracts import (
     SnapshotEnvironment,
     StepResult,
 )
+from tandem.rollout.environments.loading import ContractError, described, load_module
 
-_MAX_DETAIL = 500
 MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
-
-
-class ContractError(Exception):
-    """A class is no environment, or it returned something that the contract does not allow."""
 
 
 def load_class(path: str) -> Callable[..., Environment]:
@@ -47,18 +38,7 @@ def load_class(path: str) -> Callable[..., Environment]:
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise ContractError(f"{path!r} names no class; write module.path:Class or path/to/file.py:Class")
-    if place.endswith(".py"):
-        file = Path(place)
-        if not file.is_file():
-            raise ContractError(f"{path}: {file} is no file (looked in {Path.cwd()})")
-        sys.path.insert(0, str(file.parent.resolve()))  # as `python file.py` does, for imports from its folder
-        spec = importlib.util.spec_from_file_location(f"tandem_environment_{file.stem}", file)
-        assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up a class's module there
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
+    module = load_module(place, path)
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise ContractError(f"{path}: {place} has no class {name}")
@@ -149,6 +129,16 @@ def checked_messages(result: object, expected: type[Observation] | type[StepResu
     return [dict(message) for message in result.messages]
 
 
+def _tool_schemas(path: str, environment: Environment) -> list[JsonObject]:
+    """The tools that the environment shows the policy, in OpenAI's form."""
+    schemas = list(getattr(environment, "tool_schemas", ()))
+    for number, schema in enumerate(schemas):
+        function = schema.get("function") if isinstance(schema, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ContractError(f"{path}: tool_schemas[{number}] is no tool in OpenAI's form: it needs function.name")
+    return [dict(schema) for schema in schemas]
+
+
 async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> None:
     try:
         line = json.dumps({"call": message["call"], **await episodes.call(message)}, allow_nan=False)
@@ -158,15 +148,6 @@ async def _answer(episodes: _Episodes, message: JsonObject, reply: TextIO) -> No
         line = json.dumps({"call": message["call"], "error": described(error)})
     reply.write(line + "\n")
     reply.flush()
-
-
-def described(error: BaseException) -> str:
-    """One line: the exception and where the user's code raised it."""
-    if isinstance(error, ContractError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL] + place
 
 
 async def _serve(create: Callable[[], Environment], calls: TextIO, reply: TextIO) -> None:
@@ -209,12 +190,13 @@ def main() -> None:
         return
     try:
         chosen = load_class(start["path"])
-        chosen(**start["arguments"])
+        schemas = _tool_schemas(start["path"], chosen(**start["arguments"]))
+        ready = json.dumps({"resume": resume_mode(chosen), "tools": schemas}, allow_nan=False)
     except Exception as error:
         text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"
         reply.write(json.dumps({"error": text}) + "\n")
         return
-    reply.write(json.dumps({"resume": resume_mode(chosen)}) + "\n")
+    reply.write(ready + "\n")
     reply.flush()
     asyncio.run(_serve(lambda: chosen(**start["arguments"]), calls, reply))
 

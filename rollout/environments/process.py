@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 
 from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import JsonObject, Message, Observation, Resume, StepResult
@@ -30,8 +31,9 @@ _DEAD = "the environments' process has ended; its last lines are in this log"
 class _Process:
     """One process and the calls that wait for its answers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, resume: Resume) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, resume: Resume, tools: Sequence[JsonObject]) -> None:
         self.resume = resume
+        self.tools = tools
         self._process = process
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
@@ -58,14 +60,14 @@ class _Process:
                 raise EpisodeError(f"environment.path {config.path}: its process ended at its start; see this log")
             started = json.loads(line)
             if "error" in started:
-                raise ConfigError(f"environment.path: {started['error']}")
+                raise ConfigError(f"environment.{'tools' if config.tools else 'path'}: {started['error']}")
         except BaseException as error:
             await end_process(process)
             if isinstance(error, TimeoutError | ConnectionError):
                 fault = f"its process did not start within {_START_SECONDS:.0f} s; see this log"
                 raise EpisodeError(f"environment.path {config.path}: {fault}") from None
             raise
-        return cls(process, started["resume"])
+        return cls(process, started["resume"], started["tools"])
 
     @property
     def is_dead(self) -> bool:
@@ -171,11 +173,13 @@ class RemoteEnvironment:
 class EnvironmentPool:
     """The processes of one sampler. One that has died is started again when its turn comes.
 
-    `resume`, known once it has started: how interrupted episodes go on.
+    Known once it has started: `resume`, how interrupted episodes go on, and `tools`, the schemas of the tools that the
+    environment offers, in OpenAI's form.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.resume: Resume = "restart"
+        self.tools: Sequence[JsonObject] = ()
         self._config = config
         self._processes: list[_Process | None] = [None] * config.num_processes
         self._starting = [asyncio.Lock() for _ in range(config.num_processes)]
@@ -205,4 +209,5 @@ class EnvironmentPool:
                     await process.end()  # what it has started may have outlived it
                 process = self._processes[place] = await _Process.start(self._config)
                 self.resume = process.resume
+                self.tools = process.tools
             return process

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,16 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.protos.contracts import JsonObject
 from tandem.protos.errors import ModelError
+from tandem.rollout.environments.tools.parsers import TurnPiece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _QWEN_TYPES = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 _ANSWER = "The answer whose tokens are known."
+_REPLY = "What a tool answers."
 _QWEN_TOKENIZERS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 
 
@@ -30,10 +34,15 @@ class RefusedPromptError(Exception):
 
 
 class ChatEncoder:
-    """Tokenises chat messages up to the start of the answer. Raises ModelError for a broken tokenizer or template."""
+    """Tokenises chat messages up to the start of the answer. Raises ModelError for a broken tokenizer or template.
 
-    def __init__(self, model_path: str, chat_template: str = "") -> None:
+    The template shows the policy `tools`, in OpenAI's form.
+    """
+
+    def __init__(self, model_path: str, chat_template: str = "", tools: Sequence[JsonObject] = ()) -> None:
+        self.tools = tools
         self._tokenizer = load_tokenizer(model_path)
+        self._own_tokens = self._tokenizer.added_tokens_decoder
         self.template_source = chat_template or f"model.path {model_path} (its tokenizer's chat template)"
         if chat_template:
             self._tokenizer.chat_template = read_template(chat_template)
@@ -72,16 +81,55 @@ class ChatEncoder:
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
     def check_replies(self) -> None:
-        """Raises ModelError if the template cannot continue a conversation."""
+        """Raises ModelError if the template cannot continue a conversation, with tools also if it does not show all of
+        them or their answers.
+        """
+        role = "tool" if self.tools else "user"
+        answer = {"role": role, "content": _REPLY, **({"name": self._tool_names[0]} if self.tools else {})}
         try:
-            self.encode_reply([{"role": "user", "content": "?"}], last_token=-1)
+            self.encode_reply([answer], last_token=-1)
+            text = self._text([{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, answer])
         except RefusedPromptError as refusal:
-            raise ModelError(f"{self.template_source} refuses a conversation of several turns: {refusal}") from None
+            refused = "the messages of tools" if self.tools else "a conversation of several turns"
+            raise ModelError(f"{self.template_source} refuses {refused}: {refusal}") from None
+        if self.tools and (hidden := [name for name in self._tool_names if name not in text.partition(_ANSWER)[0]]):
+            fault = f"{self.template_source} does not show the policy the tool {hidden[0]}"
+            raise ModelError(f"{fault}; set model.chat_template to one that shows `tools`")
+        if self.tools and _REPLY not in text:
+            raise ModelError(f"{self.template_source} leaves out the answers of tools; set model.chat_template")
+
+    @property
+    def chat_template(self) -> str:
+        """The template's text."""
+        return str(self._tokenizer.chat_template)
+
+    @property
+    def own_tokens(self) -> frozenset[str]:
+        """The texts that are one token each whatever is around them, such as the end of a message."""
+        return frozenset(token.content for token in self._own_tokens.values())
+
+    def turn_pieces(self, ids: NDArray[np.int32]) -> list[TurnPiece]:
+        """A turn of the policy with token ids (T,): its texts, and its `own_tokens` apart."""
+        pieces: list[TurnPiece] = []
+        for is_own, run in groupby(ids.tolist(), self._own_tokens.__contains__):
+            if is_own:
+                tokens = (self._own_tokens[one] for one in run)
+                pieces += [TurnPiece(token.content, is_token=True, is_special=token.special) for token in tokens]
+            else:
+                text = self._tokenizer.decode(list(run), clean_up_tokenization_spaces=False)
+                assert isinstance(text, str), "one turn has one text"
+                pieces.append(TurnPiece(text))
+        return pieces
+
+    @property
+    def _tool_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
 
     def _text(self, messages: Sequence[Mapping[str, object]]) -> str:
         try:
             chat = [dict(message) for message in messages]
-            text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            tools = [dict(tool) for tool in self.tools] or None
+            text = self._tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
         assert isinstance(text, str), "one conversation gives one text"

@@ -7,16 +7,18 @@ import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos import rollout_pb2
 from tandem.protos.contracts import Message
-from tandem.protos.errors import DataError, EpisodeError
+from tandem.protos.errors import DataError, EpisodeError, ModelError
 from tandem.protos.types import Prompt, SamplingParameters
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
+from tandem.rollout.environments.tools.parsers import ToolFormat, find_format, parse_turn
 from tandem.rollout.sampler import Sampler
 from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
@@ -24,10 +26,23 @@ from tandem.services.data.dataset import RowFault, parse_row
 
 
 class EpisodeEncoder:
-    """The model's chat template. Messages that it refuses are a fault of the environment that sent them."""
+    """The model's chat template. Messages that it refuses are a fault of the environment that sent them.
 
-    def __init__(self, encoder: ChatEncoder) -> None:
+    Raises ModelError if the encoder has tools and the format of their calls is unknown.
+    """
+
+    def __init__(self, encoder: ChatEncoder, tool_format: ToolFormat | Literal["auto"] = "auto") -> None:
         self._encoder = encoder
+        self._format: ToolFormat | None = None
+        if encoder.tools:
+            self._format = find_format(encoder.chat_template) if tool_format == "auto" else tool_format
+            if self._format is None:
+                fault = f"{encoder.template_source} teaches no format of tool calls that is known"
+                raise ModelError(f"{fault}; set environment.tool_format to the one that the model uses")
+
+    @property
+    def shows_tools(self) -> bool:
+        return bool(self._encoder.tools)
 
     def encode(self, messages: Sequence[Message]) -> NDArray[np.int32]:
         try:
@@ -41,21 +56,29 @@ class EpisodeEncoder:
         except RefusedPromptError as error:
             raise EpisodeError(f"the chat template refuses the messages of step: {error}") from None
 
+    def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
+        if self._format is None:
+            return {"role": "assistant", "content": text}
+        pieces, own = self._encoder.turn_pieces(ids), self._encoder.own_tokens
+        return parse_turn(self._format, pieces, own, self._encoder.tools).message(turn)
+
 
 async def start_episodes(recipe: Recipe, engine: Sampler, stack: AsyncExitStack) -> EpisodeSampler | None:
     """Starts the recipe's environment, which ends with `stack`; None if it has none.
 
-    Raises ConfigError if its class cannot be used, ModelError if the chat template cannot continue a conversation.
+    Raises ConfigError if its class cannot be used, ModelError if the chat template cannot continue a conversation or
+    does not show the environment's tools.
     """
     config = recipe.environment
     if not config.path:
         return None
-    encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template)
-    encoder.check_replies()
     pool = EnvironmentPool(config)
     stack.push_async_callback(pool.close)
     await pool.start()
-    return EpisodeSampler(engine, pool, EpisodeEncoder(encoder), config, recipe.run.seed)
+    encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template, pool.tools)
+    encoder.check_replies()
+    turns = EpisodeEncoder(encoder, config.tool_format)
+    return EpisodeSampler(engine, pool, turns, config, recipe.run.seed)
 
 
 @dataclass(frozen=True, slots=True)

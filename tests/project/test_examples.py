@@ -29,7 +29,8 @@ from tests.support.processes import run_python
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
 
-SECTIONS = ["run", "model", "data", "rollout", "reward", "trainer", "trainer.advantage", "trainer.loss"]
+SECTIONS = ["run", "model", "data", "rollout", "environment", "reward"]
+SECTIONS += ["trainer", "trainer.advantage", "trainer.loss"]
 MORE_SECTIONS = ["trainer.kl.reward", "trainer.kl.loss", "trainer.critic", "trainer.lora", "trainer.selection"]
 MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
 

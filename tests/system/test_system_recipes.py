@@ -19,6 +19,7 @@ from tandem.services.data.tiny_model import build_tiny_model
 from tests.project.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
 from tests.support.paths import ROOT
 from tests.support.processes import run_tandem
+from tests.support.tiny_model import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.system
 
@@ -113,6 +114,9 @@ def stand_in(recipe: Recipe) -> list[str]:
     ]
     if trainer.selection.overlong_penalty is not None:
         small.append("trainer.selection.overlong_penalty.buffer_tokens=8")
+    if recipe.environment.tools:
+        tools = json.dumps([f"{ROOT}/{tool}" for tool in recipe.environment.tools])
+        small += [f"environment.tools={tools}", "model.chat_template=tools.jinja", "data.max_prompt_tokens=900"]
     if trainer.needs_critic:
         small.append("trainer.critic.warmup_batches=1")
     if recipe.run.run_id == "gsm8k":  # runs as shipped, with its own reward, evaluations and TensorBoard
@@ -129,6 +133,7 @@ def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_gsm8k(folder / "raw")
     assert prepare(folder / "raw", folder / "data" / "gsm8k").returncode == 0
     build_tiny_model(folder / "model")
+    (folder / "tools.jinja").write_text(TOOL_TEMPLATE)
     return folder
 
 

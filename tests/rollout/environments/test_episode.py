@@ -255,7 +255,7 @@ def test_binary_search_wins_every_game_and_shuffled_answers_do_not_help(encoder:
             pool = EnvironmentPool(settings)
             await pool.start()
             try:
-                episodes = EpisodeSampler(Searcher(lambda _: ()), pool, encoder, settings, seed=5)
+                episodes = EpisodeSampler(Searcher(lambda _: ()), pool, EpisodeEncoder(encoder), settings, seed=5)
                 rows = await asyncio.gather(*(episodes.sample(prompt_of(index), SAMPLING, 0) for index in range(60)))
                 return int(sum(row.earned_reward for row in rows))
             finally:
@@ -288,7 +288,9 @@ def test_an_engine_that_ends_is_no_fault_of_the_environment(encoder: ChatEncoder
         await pool.start()
         try:
             sampler = ScriptedSampler(lambda _: ["one"], finish="error")
-            await EpisodeSampler(sampler, pool, encoder, settings, seed=5).sample(prompt_of(), SAMPLING, 0)
+            await EpisodeSampler(sampler, pool, EpisodeEncoder(encoder), settings, seed=5).sample(
+                prompt_of(), SAMPLING, 0
+            )
         finally:
             await pool.close()
 

@@ -1,0 +1,113 @@
+"""Calls a blocking function in a process of its own, which is forked for the call and killed after it.
+
+So the function may hang, block, use up its memory or crash: only its call fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from tandem.protos.contracts import JsonObject
+from tandem.rollout.environments.loading import described
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_MAX_LINE_BYTES = 16 << 20
+
+
+class CrashError(Exception):
+    """The process of a call ended without a result."""
+
+
+class RaisedError(Exception):
+    """The function raised an exception; the message describes it."""
+
+
+async def call_in_fork(function: Callable[[], JsonObject], seconds: float) -> JsonObject:
+    """What the function returns, which must be JSON.
+
+    The child has the memory of this process as it is now; what the function changes there is lost. Whatever it started
+    ends with it. Raises RaisedError, CrashError, or TimeoutError after `seconds`.
+    """
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()  # else the child would print it again
+    sys.stderr.flush()
+    try:
+        child = os.fork()
+        if child == 0:
+            _run(function, writing, parent)
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)  # before the next fork, which would inherit it
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(child, child)  # the child does it, too; whichever comes first
+    try:
+        line = await _read_line(reading, seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)  # noqa: ASYNC222  # it was killed
+    if not line.endswith(b"\n"):
+        raise CrashError("its process ended without a result")
+    answer: JsonObject = json.loads(line)
+    if "raised" in answer:
+        raise RaisedError(answer["raised"])
+    return answer
+
+
+async def _read_line(reading: int, seconds: float) -> bytes:
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    pipe = os.fdopen(reading, "rb")
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        async with asyncio.timeout(seconds):
+            return await reader.readline()
+    finally:
+        transport.close()
+
+
+def _run(function: Callable[[], JsonObject], writing: int, parent: int) -> NoReturn:
+    """The child. Its own child calls the function; it waits, to kill both and what they started if the parent dies."""
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == parent:  # else it died before the signal was set
+            watching = os.getpid()
+            if (caller := os.fork()) == 0:
+                _call(function, writing, watching)
+            os.close(writing)
+            os.waitpid(caller, 0)
+    finally:
+        os._exit(0)
+
+
+def _call(function: Callable[[], JsonObject], writing: int, parent: int) -> None:
+    """Writes one line, and ends without the exit handlers of the process from which it was forked."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+        try:
+            line = json.dumps(function(), allow_nan=False)
+        except Exception as error:  # user code
+            line = json.dumps({"raised": described(error)})
+        with os.fdopen(writing, "w") as answer:
+            answer.write(line + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
