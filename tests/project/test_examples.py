@@ -17,6 +17,7 @@ from examples.gsm8k_reward import compute_score
 from tandem.protos.contracts import Scored, ScoreItem
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
+from tandem.services.commands.demo_tasks import TASKS
 from tandem.services.config import load_recipe
 from tandem.services.config.recipe import read_values
 from tandem.services.data.dataset import load_prompts
@@ -27,7 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
-GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
+GSM8K_RECIPES = [file for file in RECIPES if file.stem not in TASKS]
 
 SECTIONS = ["run", "model", "data", "rollout", "environment", "reward"]
 SECTIONS += ["trainer", "trainer.advantage", "trainer.loss"]
