@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tandem.services.config import Recipe
@@ -43,22 +46,38 @@ def num_shared(sets: Mapping[str, Collection[Messages]], files: Iterable[str | P
     ends = {messages[-1]["content"] for prompts in sets.values() for messages in prompts}
     found: set[str] = set()
     for file in files:
-        for prompt in _prompts(Path(file)):
+        for prompt in _prompts(Path(file), ends):
             if _end(prompt) in ends and not isinstance(messages := parse_messages(0, prompt), RowFault):
                 found |= {_key(messages)} & wanted
     return {name: sum(key in found for key in own) for name, own in keys.items()}
 
 
-def _prompts(file: Path) -> Iterator[object]:
-    """The column `prompt` of a file as it stands, without rows that cannot be read."""
+def _prompts(file: Path, ends: AbstractSet[object]) -> Iterator[object]:
+    """The column `prompt` of a file as it stands, without rows that cannot be read, and without most of those that do
+    not end with one of these texts.
+    """
     with reading(file):
         if is_parquet(file):
             for batch in pq.ParquetFile(file, memory_map=True).iter_batches(columns=["prompt"]):
-                yield from (row.get("prompt") for row in table_rows(0, batch) if not isinstance(row, RowFault))
+                rows = table_rows(0, _with_texts(batch, ends))
+                yield from (row.get("prompt") for row in rows if not isinstance(row, RowFault))
         else:
             with file.open("rb") as lines:
-                rows = (parse_line(0, line) for line in lines)
-                yield from (row.get("prompt") for row in rows if not isinstance(row, RowFault))
+                parsed = (parse_line(0, line) for line in lines)
+                yield from (row.get("prompt") for row in parsed if not isinstance(row, RowFault))
+
+
+def _with_texts(batch: pa.RecordBatch, texts: AbstractSet[object]) -> pa.RecordBatch:
+    """The rows with a message that has one of these texts, where messages are stored as usual; else all."""
+    prompts = batch.column("prompt")
+    item = prompts.type.value_type if pa.types.is_list(prompts.type) else None
+    if item is None or not pa.types.is_struct(item) or item.get_field_index("content") < 0:
+        return batch
+    contents = pc.struct_field(pc.list_flatten(prompts), "content")
+    if not pa.types.is_string(contents.type):
+        return batch
+    found = pc.is_in(contents, value_set=pa.array(sorted(map(str, texts)), pa.string()))
+    return batch.take(pc.unique(pc.list_parent_indices(prompts).filter(found)))
 
 
 def _end(prompt: object) -> str | None:

@@ -19,13 +19,20 @@ SYSTEM = {"role": "system", "content": "Answer briefly."}
 
 
 def test_prompts_with_the_same_messages_are_counted_in_files_of_both_formats(tmp_path: Path) -> None:
-    train = write_parquet(tmp_path / "train.parquet", [verl_row(f"{n} + 1 =", "9") for n in range(5)])
+    two = [SYSTEM, {"role": "user", "content": "9 + 1 ="}]
+    rows = [
+        *(verl_row(f"{n} + 1 =", "9") for n in range(5)),
+        verl_row("", "9", prompt=two),
+        verl_row("", "9", prompt=[]),
+    ]
+    train = write_parquet(tmp_path / "train.parquet", rows)
     texts = [{"prompt": "7 + 1 =", "answer": "8"}, {"prompt": "8 + 1 =", "answer": "9"}]
     more = write_lines(tmp_path / "more.jsonl", [*(bad for _, bad in BAD_ROWS), *texts])
     questions = {"both": ("0 + 1 =", "7 + 1 =", "7 + 1 =", "50 + 1 ="), "none": ("0 + 1 = ",), "empty": ()}
     sets = {name: [[{"role": "user", "content": one}] for one in own] for name, own in questions.items()}
     sets["none"].append([SYSTEM, {"role": "user", "content": "0 + 1 ="}])
-    assert num_shared(sets, [train, more]) == {"both": 3, "none": 0, "empty": 0}
+    sets["two"] = [two, two[1:]]
+    assert num_shared(sets, [train, more]) == {"both": 3, "none": 0, "empty": 0, "two": 1}
     assert num_shared(sets, [more])["both"] == 2
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
         num_shared(sets, [tmp_path / "gone.jsonl"])
