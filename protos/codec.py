@@ -21,6 +21,7 @@ from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import (
     Prompt,
     RowHeader,
+    SamplingMask,
     SamplingParameters,
     ScoredTrajectory,
     Segment,
@@ -29,10 +30,12 @@ from tandem.protos.types import (
     VersionSpan,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1 has no sampling masks."""
 VERSION_KEY = b"tandem.schema_version"
 PROMPT_KEY = b"tandem.prompt"
 
+_MASK = pa.list_(pa.list_(pa.int32()))
 _SPAN = pa.struct([("first_token", pa.int32()), ("incarnation", pa.int64()), ("policy_version", pa.int64())])
 SCHEMA = pa.schema(
     [
@@ -54,6 +57,7 @@ SCHEMA = pa.schema(
         pa.field("unscored_reason", pa.string()),
         pa.field("unscored_detail", pa.string(), nullable=False),
         pa.field("token_rewards", pa.list_(pa.float32())),
+        pa.field("sampling_mask", _MASK),
     ]
 )
 
@@ -89,11 +93,19 @@ def payload_to_batch(payload: bytes) -> pa.RecordBatch:
     try:
         with pa.ipc.open_stream(payload) as reader:
             check_schema_version(reader.schema.metadata)
-            return reader.read_next_batch()
+            return _in_newest_schema(reader.read_next_batch())
     except (pa.ArrowInvalid, pa.ArrowSerializationError, OSError, StopIteration) as error:
         raise DataError(
             f"group payload of {len(payload)} bytes is not an Arrow stream of one group: {error}"
         ) from error
+
+
+def _in_newest_schema(batch: pa.RecordBatch) -> pa.RecordBatch:
+    metadata = batch.schema.metadata
+    if int(metadata[VERSION_KEY]) == SCHEMA_VERSION:
+        return batch
+    columns = {**dict(zip(batch.schema.names, batch.columns, strict=True)), "sampling_mask": [None] * batch.num_rows}
+    return _record_batch(columns, SCHEMA.with_metadata({**metadata, VERSION_KEY: str(SCHEMA_VERSION).encode()}))
 
 
 def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
@@ -133,6 +145,7 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "metadata": [json.dumps(dict(t.metadata)) if t.metadata else "{}" for t, _, _, _ in rows],
         **_score_columns([scored for _, scored, _, _ in rows]),
         "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
+        "sampling_mask": _mask_array([s.sampling_mask for s in segments]),
     }
     return _record_batch(columns, SCHEMA.with_metadata(metadata))
 
@@ -171,12 +184,17 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
     ids = _split(batch.column("ids"))
     behavior_logprobs = _split(batch.column("behavior_logprobs"))
     loss_mask = _split(batch.column("loss_mask"))
+    masks = _split_masks(batch.column("sampling_mask"))
     starts = [row for row in range(batch.num_rows) if plain["segment"][row] == 0]
     result: list[Trajectory | ScoredTrajectory] = []
     for start, stop in pairwise([*starts, batch.num_rows]):
         segments = tuple(
             Segment(
-                ids[row], behavior_logprobs[row], loss_mask[row], tuple(VersionSpan(**s) for s in plain["spans"][row])
+                ids[row],
+                behavior_logprobs[row],
+                loss_mask[row],
+                tuple(VersionSpan(**s) for s in plain["spans"][row]),
+                masks[row],
             )
             for row in range(start, stop)
         )
@@ -196,8 +214,8 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
 
 
 _PLAIN_COLUMNS = [
-    field.name for field in SCHEMA if field.name not in {"ids", "behavior_logprobs", "loss_mask"}
-]  # read as Python values; the three token columns stay arrays
+    field.name for field in SCHEMA if field.name not in {"ids", "behavior_logprobs", "loss_mask", "sampling_mask"}
+]  # read as Python values; the token columns stay arrays
 
 
 def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
@@ -215,10 +233,14 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
 
 
 def _list_array(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
     values = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values))
+
+
+def _offsets(lengths: Sequence[int] | NDArray[np.int32]) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.array(offsets, pa.int32())
 
 
 def _split(column: pa.ListArray) -> list[NDArray[Any]]:
@@ -226,6 +248,28 @@ def _split(column: pa.ListArray) -> list[NDArray[Any]]:
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy(zero_copy_only=True)
     return [values[first:last] for first, last in pairwise(offsets)]
+
+
+def _mask_array(masks: Sequence[SamplingMask | None]) -> pa.Array:
+    found = [mask for mask in masks if mask is not None]
+    if not found:
+        return pa.nulls(len(masks), _MASK)
+    tokens = _offsets([len(mask.counts) if mask is not None else 0 for mask in masks])
+    ids = _offsets(np.concatenate([mask.counts for mask in found]))
+    values = pa.ListArray.from_arrays(ids, pa.array(np.concatenate([mask.ids for mask in found]), pa.int32()))
+    return pa.ListArray.from_arrays(tokens, values, mask=pa.array([mask is None for mask in masks]))
+
+
+def _split_masks(column: pa.ListArray) -> list[SamplingMask | None]:
+    if column.null_count == len(column):
+        return [None] * len(column)
+    ends = column.values.offsets.to_numpy()
+    ids = column.values.values.to_numpy()
+    bounds = pairwise(column.offsets.to_numpy())
+    return [
+        SamplingMask(ids[ends[first] : ends[last]], np.diff(ends[first : last + 1])) if is_valid else None
+        for (first, last), is_valid in zip(bounds, column.is_valid().to_pylist(), strict=True)
+    ]
 
 
 def encode_prompt(prompt: Prompt) -> str:

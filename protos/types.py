@@ -20,10 +20,16 @@ Role = Literal["policy", "baseline"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Packing = Literal["padded", "flat", "shared"]
 
+MAX_TOP_K = 512
+"""Largest top-k under which samplers record sampling masks: each has at most so many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling parameters of one group. `max_tokens` counts sampled tokens. `seed` None means unseeded."""
+    """Sampling parameters of one group. `max_tokens` counts sampled tokens. `seed` None means unseeded.
+
+    The logits are divided by the temperature, then min-p, top-k and top-p are applied in this order.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,16 +38,27 @@ class SamplingParameters:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p is applied."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def records_mask(self) -> bool:
+        """Whether samplers record the sampling mask. Only top-k bounds its size."""
+        return self.temperature > 0 and self.repetition_penalty == 1.0 and 0 < self.top_k <= MAX_TOP_K
 
     @property
     def trainable(self) -> bool:
         """Whether the trainer can recompute the distribution of the recorded log-probs."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
+        return self.records_mask or (self.temperature > 0 and self.repetition_penalty == 1.0 and not self.truncates)
 
     @property
     def greedy(self) -> SamplingParameters:
         """The same with temperature 0, for a `baseline`."""
-        return replace(self, temperature=0.0)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +107,18 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The tokens that top-k, top-p and min-p left when each token of a segment was sampled.
+
+    `counts` int32 (T,): how many were left, 0 for a token that was not sampled. `ids` int32 (sum of the counts,): the
+    tokens left at the first place, then those at the second, and so on, each time in any order.
+    """
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A token sequence that one forward pass trains.
 
@@ -100,6 +129,8 @@ class Segment:
     behavior_logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]
     spans: tuple[VersionSpan, ...]
+    sampling_mask: SamplingMask | None = None
+    """None if every token was sampled from the whole vocabulary."""
 
     @property
     def num_loss_tokens(self) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.protos.options import Options
+from tandem.protos.types import MAX_TOP_K
 
 
 def engine_names() -> tuple[str, ...]:
@@ -29,6 +30,14 @@ class RolloutConfig(Options):
     """n: trajectories of one group, all sampled by one engine."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature of training samples; log-probs are recorded and recomputed under it."""
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K)] = 0
+    """Samples only from the k most likely tokens; 0: from all. Which ones were left travels with the answer, up to 4·k
+    bytes a token, because the trainer's log-probs are over the same tokens.
+    """
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling: of the top-k tokens only the most likely whose probabilities add up to this. Needs top_k."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Cuts off tokens less likely than this share of the most likely one's probability. Needs top_k."""
     max_response_tokens: Annotated[int, Field(ge=1)] = 256
     """Longest answer, in sampled tokens."""
     stop: tuple[str, ...] = ()
@@ -61,3 +70,12 @@ class RolloutConfig(Options):
             expected = " or ".join(f"'{known}'" for known in engine_names())  # as pydantic words it for a Literal
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return name
+
+    @model_validator(mode="after")
+    def _bounds_the_sampling_masks(self) -> RolloutConfig:
+        if not self.top_k and (self.top_p < 1.0 or self.min_p > 0.0):
+            raise ValueError(
+                "top_p and min_p need top_k, which bounds how many tokens are recorded for each sampled one; "
+                f"set top_k, at most to {MAX_TOP_K}"
+            )
+        return self

@@ -25,6 +25,7 @@ from tandem.protos.manifest import encode_manifest
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import (
     FinishReason,
+    SamplingMask,
     SamplingParameters,
     Segment,
     Trajectory,
@@ -93,6 +94,8 @@ class Completion:
     logprobs: Sequence[float]
     spans: Sequence[VersionSpan]
     finish_reason: FinishReason
+    mask: SamplingMask | None = None
+    """Of these tokens, if `SamplingParameters.records_mask`."""
 
 
 class TransferProgress(TypedDict):
@@ -384,5 +387,5 @@ class _Answer:
 
     def trajectory(self, completion: Completion, text: str) -> Trajectory:
         begun = self.begun or unsampled(self.prompt)
-        segment = with_sampled(begun, completion.token_ids, completion.logprobs, completion.spans)
+        segment = with_sampled(begun, completion.token_ids, completion.logprobs, completion.spans, completion.mask)
         return Trajectory(self.trajectory_id, "policy", (segment,), completion.finish_reason, text, self.sampling)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.protos.types import Segment, VersionSpan
+from tandem.protos.types import SamplingMask, Segment, VersionSpan
 
 
 def unsampled(ids: NDArray[np.int32]) -> Segment:
@@ -21,9 +21,13 @@ def unsampled(ids: NDArray[np.int32]) -> Segment:
 
 
 def with_sampled(
-    begun: Segment, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[VersionSpan]
+    begun: Segment,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[VersionSpan],
+    mask: SamplingMask | None = None,
 ) -> Segment:
-    """The segment and tokens that were sampled after it. `spans` count from the first of these tokens."""
+    """The segment and tokens that were sampled after it. `spans` and `mask` count from the first of these tokens."""
     sampled = np.asarray(token_ids, np.int32)
     values = np.asarray(logprobs, np.float32)
     assert len(values) == len(sampled), "one log-prob a sampled token"
@@ -35,6 +39,7 @@ def with_sampled(
         behavior_logprobs=np.concatenate([begun.behavior_logprobs, values]),
         loss_mask=np.concatenate([begun.loss_mask, np.ones(len(sampled), np.uint8)]),
         spans=(*begun.spans, *shifted),
+        sampling_mask=None if mask is None else _joined(_mask_of(begun), mask),
     )
 
 
@@ -46,10 +51,24 @@ def with_given(begun: Segment, ids: NDArray[np.int32]) -> Segment:
         behavior_logprobs=np.concatenate([begun.behavior_logprobs, given.behavior_logprobs]),
         loss_mask=np.concatenate([begun.loss_mask, given.loss_mask]),
         spans=begun.spans,
+        sampling_mask=begun.sampling_mask and _joined(begun.sampling_mask, _mask_of(given)),
     )
 
 
 def first_tokens(segment: Segment, length: int) -> Segment:
     """The first tokens of a segment, with their spans."""
     spans = tuple(span for span in segment.spans if span.first_token < length)
-    return Segment(segment.ids[:length], segment.behavior_logprobs[:length], segment.loss_mask[:length], spans)
+    mask = segment.sampling_mask
+    if mask is not None:
+        counts = mask.counts[:length]
+        mask = SamplingMask(mask.ids[: counts.sum()], counts)
+    return Segment(segment.ids[:length], segment.behavior_logprobs[:length], segment.loss_mask[:length], spans, mask)
+
+
+def _mask_of(segment: Segment) -> SamplingMask:
+    """The segment's mask; if it has none, one without tokens."""
+    return segment.sampling_mask or SamplingMask(np.zeros(0, np.int32), np.zeros(len(segment.ids), np.int32))
+
+
+def _joined(first: SamplingMask, second: SamplingMask) -> SamplingMask:
+    return SamplingMask(np.concatenate([first.ids, second.ids]), np.concatenate([first.counts, second.counts]))

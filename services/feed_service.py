@@ -59,7 +59,7 @@ class PromptStream:
         self._set_aside: frozenset[int] = frozenset()
         self._dataset = Mixture(recipe.data.train_files)
         rollout = recipe.rollout
-        self._builder = PromptBuilder(recipe, num_samples=rollout.samples_per_prompt, temperature=rollout.temperature)
+        self._builder = PromptBuilder(recipe, num_samples=rollout.samples_per_prompt)
         self._seed = recipe.run.seed
         self._shuffle = recipe.data.shuffle
         self._end = recipe.data.max_epochs * len(self._dataset) if recipe.data.max_epochs else None

@@ -6,25 +6,27 @@ Shapes: `B` rows, `T` tokens in the KV cache (prompts are padded on the left), `
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.cache_utils import DynamicLayer
 
 from tandem.protos.errors import ModelError
-from tandem.protos.types import FinishReason, VersionSpan
+from tandem.protos.types import FinishReason, SamplingMask, VersionSpan
 from tandem.rollout.sampler import Completion, SamplingRequest
 
 _SILENT_TOKENS = 16  # special tokens (decoded to "") that may lie between the parts of a stop string
@@ -39,6 +41,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    """The sampling mask, if it is recorded: the tokens that were left for each of the log-probs."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +60,8 @@ class Row:
 
     def completion(self) -> Completion:
         token_ids = self.token_ids[len(self.request.sampled_ids) :]
-        return Completion(token_ids, [*self.logprobs], [*self.spans], self.finish_reason or "abort")
+        mask = _sampling_mask(self.kept_ids) if self.request.sampling.records_mask else None
+        return Completion(token_ids, [*self.logprobs], [*self.spans], self.finish_reason or "abort", mask)
 
 
 class LanguageModel:
@@ -155,8 +160,10 @@ class Batch:
         scaled_BV = logits_BV / temperatures[:, None]
         for number, row in enumerate(self.rows):
             sampling = row.request.sampling
-            if sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.repetition_penalty != 1.0:
+            if sampling.truncates or sampling.repetition_penalty != 1.0:
                 scaled_BV[number] = _truncated(row, scaled_BV[number])
+            if sampling.records_mask:
+                row.kept_ids.append(scaled_BV[number].isfinite().nonzero()[:, 0].tolist())
         logprobs_BV = scaled_BV.log_softmax(-1)
         sums_BV = logprobs_BV.double().exp().cumsum(-1)
         drawn = torch.tensor([row.random.random() for row in self.rows], dtype=torch.double, device=sums_BV.device)
@@ -170,17 +177,26 @@ class Batch:
 
 
 def _truncated(row: Row, scores_V: Tensor) -> Tensor:
-    """Applies repetition penalty, top-k and top-p in vLLM's order."""
+    """Applies repetition penalty, min-p, top-k and top-p in vLLM's order."""
     sampling = row.request.sampling
     scores = scores_V[None]
-    input_ids = torch.tensor([[*row.request.prompt_ids.tolist(), *row.token_ids]], device=scores.device)
+    input_ids = torch.empty(1, 0, dtype=torch.long, device=scores.device)  # only penalties read it
     if sampling.repetition_penalty != 1.0:
+        input_ids = torch.tensor([[*row.request.prompt_ids.tolist(), *row.token_ids]], device=scores.device)
         scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(input_ids, scores)
-    if sampling.top_k > 0:
-        scores = TopKLogitsWarper(sampling.top_k)(input_ids, scores)
+    if sampling.min_p > 0.0:
+        scores = MinPLogitsWarper(sampling.min_p)(input_ids, scores)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        top = scores.topk(sampling.top_k)  # exactly so many, also where the last of them has equals
+        scores = torch.full_like(scores, -torch.inf).scatter(1, top.indices, top.values)
     if sampling.top_p < 1.0:
         scores = TopPLogitsWarper(sampling.top_p)(input_ids, scores)
     return scores[0]
+
+
+def _sampling_mask(kept_ids: Sequence[Sequence[int]]) -> SamplingMask:
+    ids = np.fromiter(itertools.chain.from_iterable(kept_ids), np.int32)
+    return SamplingMask(ids, np.array([len(one) for one in kept_ids], np.int32))
 
 
 def _last(tensor: Tensor, num_tokens: int) -> Tensor:

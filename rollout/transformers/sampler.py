@@ -249,6 +249,7 @@ def _check_sampling(sampling: SamplingParameters) -> None:
         "temperature": 0 <= sampling.temperature < math.inf,
         "top_p": 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k >= -1,
+        "min_p": 0 <= sampling.min_p <= 1,
         "max_tokens": sampling.max_tokens >= 1,
         "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
     }

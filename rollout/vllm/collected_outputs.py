@@ -59,7 +59,9 @@ def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
         last.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
         logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
         if logprobs:
-            columns = zip(*(one[:3] for one in logprobs), strict=True)  # token ids, log-probs, ranks
+            # A step has as many candidates as the request of it that asked for the most.
+            width = min(one[0].shape[1] for one in logprobs)
+            columns = zip(*((one[0][:, :width], one[1][:, :width], one[2]) for one in logprobs), strict=True)
             last.new_logprobs = type(logprobs[0])(*map(np.concatenate, columns))
         last.prefill_stats = outputs[0].prefill_stats
     return last

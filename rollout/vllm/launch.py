@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tandem.protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
 from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ITEM_BYTES
+from tandem.protos.types import MAX_TOP_K
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, EngineFolder
@@ -77,6 +78,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_TOP_K,
         async_scheduling=False,  # a step scheduled before but finished after an update would get the wrong stamp
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,

@@ -8,8 +8,11 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
-from tandem.protos.types import FinishReason, SamplingParameters, VersionSpan
+from tandem.protos.types import FinishReason, SamplingMask, SamplingParameters, VersionSpan
 from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.rollout.vllm.engine_folder import EngineFolder
@@ -96,7 +99,7 @@ class VllmSampler(Sampler):
             self._send_soon(prepared, answer)
             output = await answer.output
             reason = _FINISH_REASONS.get(output.finish_reason, "error")
-            return _completion(output.token_ids, output.logprobs, output.weight_versions, reason)
+            return _completion(output.token_ids, answer.logprobs, output.weight_versions, reason)
         finally:
             self._waiting.discard(answer)
             if not answer.has_result:
@@ -121,7 +124,9 @@ class VllmSampler(Sampler):
         row.prompt_token_ids = request.prompt_ids.tolist() if request.sampled_ids else row.prompt_token_ids
         processor.add_request(row, None, None, 0, answer)  # type: ignore[arg-type]
         state = processor.request_states[request.request_id]
-        state.logprobs_processor = _SampledLogprobs()  # type: ignore[assignment]
+        assert prepared.sampling_params is not None
+        answer.logprobs = _SampledLogprobs(prepared.sampling_params.logprobs or 0)
+        state.logprobs_processor = answer.logprobs  # type: ignore[assignment]
         if request.sampled_ids:  # stop strings are found from the answer's first token on
             detokenizer = state.detokenizer
             assert detokenizer is not None
@@ -187,7 +192,7 @@ class VllmSampler(Sampler):
         from vllm.inputs.engine import tokens_input
 
         salted = tokens_input(request.known_ids, cache_salt=_stamp(*self._version))
-        params = _sampling_params(sampling)
+        params = _sampling_params(sampling, self._llm.model_config.get_vocab_size())
         try:
             return self._llm.input_processor.process_inputs(request.request_id, salted, params, ("generate",))
         except (VLLMValidationError, ValueError) as error:
@@ -221,6 +226,7 @@ class _Answer:
 
     def __init__(self, request: SamplingRequest) -> None:
         self.request = request
+        self.logprobs = _SampledLogprobs(0)
         self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()
 
     @property
@@ -237,19 +243,39 @@ class _Answer:
 
 
 class _SampledLogprobs:
-    """The log-probs of a request's sampled tokens, in place of vLLM's object, which makes several others a token."""
+    """The log-probs of a request's sampled tokens, in place of vLLM's object, which makes several others a token.
+
+    With candidates, the most likely ones of each token, also the sampling mask: what was cut off has a log-prob of −∞.
+    """
 
     prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
 
-    def __init__(self) -> None:
+    def __init__(self, num_candidates: int) -> None:
         self.logprobs: list[float] = []
+        self._num_candidates = num_candidates
+        self._kept_ids: list[NDArray[np.int32]] = []
+        self._counts: list[NDArray[np.int32]] = []
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
-        if output.new_logprobs is not None:
-            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's come first
+        new = output.new_logprobs
+        if new is None:
+            return
+        self.logprobs += new.logprobs[:, 0].tolist()  # the sampled token's come first
+        if self._num_candidates:
+            candidates = slice(1, 1 + self._num_candidates)  # another request's may follow
+            is_kept = np.isfinite(new.logprobs[:, candidates])
+            self._kept_ids.append(new.logprob_token_ids[:, candidates][is_kept].astype(np.int32))
+            self._counts.append(is_kept.sum(1, dtype=np.int32))
+
+    @property
+    def mask(self) -> SamplingMask | None:
+        if not self._num_candidates:
+            return None
+        none = np.zeros(0, np.int32)
+        return SamplingMask(np.concatenate([none, *self._kept_ids]), np.concatenate([none, *self._counts]))
 
 
-def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
+def _sampling_params(sampling: SamplingParameters, vocabulary_size: int) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind
@@ -259,10 +285,12 @@ def _sampling_params(sampling: SamplingParameters) -> SamplingParams:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop),
             repetition_penalty=sampling.repetition_penalty,
-            logprobs=0,  # only the sampled token's
+            # Besides the sampled token's, those of all tokens that truncation may leave.
+            logprobs=min(sampling.top_k, vocabulary_size) if sampling.records_mask else 0,
             detokenize=bool(sampling.stop),  # needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -282,18 +310,21 @@ def _num_sampled(state: RequestState) -> int:
 
 def _completion_so_far(state: RequestState) -> Completion:
     detokenizer, logprobs = state.detokenizer, state.logprobs_processor
-    assert detokenizer is not None and logprobs is not None
-    return _completion(detokenizer.output_token_ids, logprobs.logprobs, state._weight_version_spans(), "abort")
+    assert detokenizer is not None
+    sampled = cast("_SampledLogprobs", logprobs)
+    return _completion(detokenizer.output_token_ids, sampled, state._weight_version_spans(), "abort")
 
 
 def _completion(
-    token_ids: Sequence[int], logprobs: object, versions: Sequence[WeightVersionSpan] | None, reason: FinishReason
+    token_ids: Sequence[int],
+    sampled: _SampledLogprobs,
+    versions: Sequence[WeightVersionSpan] | None,
+    reason: FinishReason,
 ) -> Completion:
     """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
-    sampled = cast("list[float]", logprobs)
-    before = len(token_ids) - len(sampled)
+    before = len(token_ids) - len(sampled.logprobs)
     spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
-    return Completion(token_ids[before:], [*sampled], spans, reason)
+    return Completion(token_ids[before:], [*sampled.logprobs], spans, reason, sampled.mask)
 
 
 def _stamp(incarnation: int, policy_version: int) -> str:

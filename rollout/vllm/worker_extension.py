@@ -14,6 +14,7 @@ import torch
 
 from tandem.rollout.base_weights import checkpoint_shapes, local_folder
 from tandem.rollout.sampler import TransferProgress
+from tandem.rollout.vllm.exact_top_k import keep_k_tokens
 from tandem.rollout.vllm.replaced_modules import can_be_replaced, load_beside, replace
 from tandem.rollout.vllm.resumed_requests import continue_random_numbers
 from tandem.rollout.vllm.shared_prompts import copy_prompts
@@ -79,6 +80,8 @@ def _receiver_of(worker: WorkerBase) -> StagedReceiver:
         )
         continue_random_numbers(worker)  # here, for a sampler's first call reaches every worker before its requests do
         copy_prompts(worker)
+        if worker.device.type == "cpu":
+            keep_k_tokens()
         worker._tandem_receiver = receiver
     return receiver
 

@@ -12,13 +12,7 @@ from tandem.reward.options.tree import locate
 OLD_KEYS: dict[str, str] = {}
 """Old dotted key → new name. Add an entry when you rename a key."""
 
-_RENORMALISE = (
-    "training samples are drawn by temperature alone, because the trainer must be able to renormalise the distribution "
-    "they come from; leave the key out"
-)
-
 ABSENT_KEYS: Mapping[str, str] = {
-    **dict.fromkeys(("rollout.top_p", "rollout.top_k", "rollout.min_p"), _RENORMALISE),
     "run.metrics_to_tensorboard": "TensorBoard events are always written; run.trackers names further trackers",
     "trainer.rendezvous": "the machines of a trainer find one another in the run's Redis; set run.host on each",
 }
@@ -48,6 +42,8 @@ VERL_KEYS: Mapping[str, str] = {
     "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
     "actor_rollout_ref.rollout.val_kwargs.n": "eval.sets[].samples_per_prompt",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.sets[].temperature",
@@ -89,6 +85,7 @@ TRL_KEYS: Mapping[str, str] = {
     "max_grad_norm": "trainer.gradient_clip",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "run.total_batches",
+    "min_p": "rollout.min_p",
     "model_name_or_path": "model.path",
     "num_generations": "rollout.samples_per_prompt",
     "num_generations_eval": "eval.sets[].samples_per_prompt",
@@ -99,6 +96,8 @@ TRL_KEYS: Mapping[str, str] = {
     "scale_rewards": "trainer.advantage",
     "steps_per_generation": "trainer.optimizer_steps_per_batch",
     "temperature": "rollout.temperature",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
 }
 """TRL's argument (TRL has no sections) → our key."""
 

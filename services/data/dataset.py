@@ -291,12 +291,20 @@ class Mixture:
 class PromptBuilder:
     """Builds a recipe's prompts from rows: applies the chat template, the tokenizer and the length limit."""
 
-    def __init__(self, recipe: Recipe, *, num_samples: int, temperature: float) -> None:
+    def __init__(self, recipe: Recipe, *, num_samples: int, greedy: bool = False) -> None:
         self._encoder = ChatEncoder(recipe.model.path, recipe.model.chat_template)
         self._max_prompt_tokens = recipe.data.max_prompt_tokens
         self._num_samples = num_samples
-        limit, stop = recipe.rollout.max_response_tokens, recipe.rollout.stop
-        self._sampling = SamplingParameters(temperature=temperature, max_tokens=limit, stop=stop)
+        rollout = recipe.rollout
+        sampling = SamplingParameters(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            max_tokens=rollout.max_response_tokens,
+            stop=rollout.stop,
+        )
+        self._sampling = sampling.greedy if greedy else sampling
 
     def build(self, row: Row, epoch: int) -> Prompt | RowFault:
         """The prompt of a row in an epoch, or the row's fault."""
@@ -345,7 +353,7 @@ def load_prompts(file: str, recipe: Recipe, limit: int | None = None) -> tuple[l
     Raises DataError if the file has no usable row, ModelError if tokenizer or chat template are missing or broken.
     """
     dataset = Dataset(file)
-    builder = PromptBuilder(recipe, num_samples=1, temperature=0.0)
+    builder = PromptBuilder(recipe, num_samples=1, greedy=True)
     prompts: list[Prompt] = []
     faults: dict[int, RowFault] = {}
     for row in dataset:

@@ -135,6 +135,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             seed=message.seed if message.HasField("seed") else None,
             stop=tuple(message.stop),
             repetition_penalty=message.repetition_penalty or 1.0,
+            min_p=message.min_p,
         )
 
     async def _sample(

@@ -40,7 +40,7 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None, *, last_version: i
     """
     run, trainer = recipe.run, recipe.trainer
     coming = max(0, run.total_batches - last_version)
-    group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
+    group = recipe.rows_per_group * recipe.max_model_tokens / 2 * (12 + _mask_bytes_per_token(recipe))
     kept = max(run.keep_batches, trainer.keep_checkpoints * recipe.checkpoint_every) + recipe.checkpoint_every
     batches = min(coming, kept) if run.keep_batches else coming
     recorded = 2 * batches * run.groups_per_batch  # at most as many rejected groups as trained ones are kept
@@ -61,7 +61,7 @@ def worst_case_redis_bytes(recipe: Recipe, rows_per_epoch: int) -> int:
     checkpoint is due. Prompts that are dropped and replaced add FINISHED_GROUP_BYTES each, and their share of an epoch.
     """
     run = recipe.run
-    row = recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN + HEADER_BYTES
+    row = recipe.max_model_tokens * (_PAYLOAD_BYTES_PER_TOKEN + _mask_bytes_per_token(recipe)) + HEADER_BYTES
     if recipe.environment.path:  # its trajectories have the conversation, too, and unfinished ones a snapshot
         row += recipe.max_model_tokens * _TEXT_BYTES_PER_TOKEN + _EPISODE_BYTES
     outstanding = recipe.credits * (recipe.rows_per_group * row + GROUP_BYTES + NOTES_BYTES)
@@ -71,6 +71,11 @@ def worst_case_redis_bytes(recipe: Recipe, rows_per_epoch: int) -> int:
     samplers = max(recipe.rollout.num_replicas, recipe.autoscale.max_samplers)
     services = samplers + recipe.autoscale.max_scorers + 3  # feed, trainer, controller
     return outstanding + trained + finished + services * SERVICE_BYTES + SET_ASIDE_BYTES
+
+
+def _mask_bytes_per_token(recipe: Recipe) -> int:
+    """At most: the tokens that top-k leaves, and how many these are."""
+    return 4 * recipe.rollout.top_k + 4 if recipe.rollout.top_k else 0
 
 
 def job_bytes(recipe: Recipe) -> int:

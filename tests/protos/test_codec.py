@@ -14,6 +14,7 @@ from tandem.protos import codec
 from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import (
     Prompt,
+    SamplingMask,
     SamplingParameters,
     ScoredTrajectory,
     Segment,
@@ -32,6 +33,7 @@ samplings = st.builds(
     temperature=st.floats(0, 2),
     top_p=st.floats(0.1, 1),
     top_k=st.integers(0, 50),
+    min_p=st.floats(0, 1),
     max_tokens=st.integers(1, 4096),
     seed=st.none() | st.integers(0, 2**31),
     stop=st.lists(texts, max_size=2).map(tuple),
@@ -49,7 +51,15 @@ def segments(draw: st.DrawFn) -> Segment:
         ),
         loss_mask=np.asarray(draw(st.lists(st.integers(0, 1), min_size=num_tokens, max_size=num_tokens)), np.uint8),
         spans=tuple(draw(st.lists(spans, max_size=3))),
+        sampling_mask=draw(masks(num_tokens)) if draw(st.booleans()) else None,
     )
+
+
+@st.composite
+def masks(draw: st.DrawFn, num_tokens: int) -> SamplingMask:
+    counts = draw(st.lists(st.integers(0, 3), min_size=num_tokens, max_size=num_tokens))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(counts), max_size=sum(counts)))
+    return SamplingMask(np.asarray(ids, np.int32), np.asarray(counts, np.int32))
 
 
 @st.composite
@@ -138,8 +148,23 @@ def test_a_future_schema_version_is_refused_with_both_versions_named() -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema.with_metadata(metadata)) as writer:
         writer.write_batch(batch.replace_schema_metadata(metadata))
-    with pytest.raises(SchemaVersionError, match=r"version 7.*up to 1"):
+    with pytest.raises(SchemaVersionError, match=r"version 7.*up to 2"):
         codec.decode_group(sink.getvalue().to_pybytes())
+
+
+def test_a_group_of_schema_version_1_has_no_sampling_mask_and_gets_scores() -> None:
+    segment = Segment(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.uint8), ())
+    row = Trajectory(0, "policy", (segment,), "stop", "a", SamplingParameters())
+    group = dataclasses.replace(example_group(), rows=(row,))
+    batch = codec.group_to_batch(group)
+    batch = batch.drop_columns(["sampling_mask"]).replace_schema_metadata(
+        {**batch.schema.metadata, codec.VERSION_KEY: b"1"}
+    )
+    payload = codec.batch_to_payload(batch)
+    assert plain(codec.decode_group(payload)) == plain(group)
+    scored = ScoredTrajectory(row, 0.5)
+    again = codec.decode_group(codec.encode_scored(payload, [scored]))
+    assert plain(again) == plain(dataclasses.replace(group, rows=(scored,)))
 
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", codec.encode_group(example_group())[:-40]])

@@ -74,6 +74,21 @@ def test_what_is_taken_before_a_change_of_the_weights_is_not_told_again() -> Non
     assert last.new_token_ids == [5]
 
 
+def test_a_request_keeps_its_candidates_beside_one_that_has_more() -> None:
+    def step(*candidates: int, finished: bool = False) -> Any:
+        output = token("a", 1, finished=finished)
+        ids = np.array([[1, *candidates]])
+        output.new_logprobs = Logprobs(ids, ids / -8, np.array([1]))
+        return output
+
+    collected = CollectedOutputs()
+    collected.add([step(1, 2)], RUNNING)
+    collected.add([step(2, 1, 7, 8)], RUNNING)
+    (last,) = collected.add([step(1, 3, finished=True)], RUNNING)
+    assert last.new_logprobs.token_ids.tolist() == [[1, 1, 2], [1, 2, 1], [1, 1, 3]]
+    assert last.new_logprobs.logprobs.shape == (3, 3)
+
+
 def test_an_aborted_request_leaves_nothing() -> None:
     collected = CollectedOutputs()
     collected.add([token("a", 1), token("b", 2)], RUNNING)

@@ -189,6 +189,7 @@ class Policy:
                 columns_K=torch.tensor(columns),
                 target_N=target_N,
                 temperature_N=temperature_N,
+                kept=None,
             )
             if self.packing == "shared":
                 share_prompts(tokens, rows)

@@ -14,6 +14,7 @@ from tandem.protos.types import (
     Packing,
     Prompt,
     Role,
+    SamplingMask,
     SamplingParameters,
     ScoredTrajectory,
     Segment,
@@ -99,6 +100,27 @@ def _with_gaps(random: np.random.Generator, segment: Segment) -> Segment:
         np.insert(segment.loss_mask, after, 0),
         spans,
     )
+
+
+def with_sampling_masks(group: TrajectoryGroup, top_k: int = 5) -> TrajectoryGroup:
+    """The group as if sampled with top-k: each sampled token's mask has it and random other tokens."""
+    random = np.random.default_rng(top_k)
+
+    def masked(segment: Segment) -> Segment:
+        counts = np.where(segment.loss_mask, random.integers(1, top_k + 1, len(segment.ids)), 0).astype(np.int32)
+        kept = [
+            np.append(random.choice(np.delete(np.arange(NUM_TOKENS_KNOWN), token), count - 1, replace=False), token)
+            for token, count in zip(segment.ids, counts, strict=True)
+            if count
+        ]
+        return replace(segment, sampling_mask=SamplingMask(np.concatenate(kept).astype(np.int32), counts))
+
+    rows = []
+    for row in group.scored_rows:
+        sampling = replace(row.trajectory.sampling, top_k=top_k)
+        segments = tuple(masked(segment) for segment in row.trajectory.segments)
+        rows.append(replace(row, trajectory=replace(row.trajectory, sampling=sampling, segments=segments)))
+    return replace(group, rows=tuple(rows))
 
 
 def with_broken_row(group: TrajectoryGroup, *, row: int = 0, value: float = math.nan) -> TrajectoryGroup:

@@ -24,7 +24,7 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
         tmp_path,
         run={"run_id": "ring", "total_batches": TOTAL, "groups_per_batch": P, "staleness_budget": S},
         data={"eval_file": str(tmp_path / "few.parquet")},
-        rollout={"samples_per_prompt": N, "max_response_tokens": 32},
+        rollout={"samples_per_prompt": N, "max_response_tokens": 32, "top_k": 60, "top_p": 0.95},
         trainer={"learning_rate": 1e-3, "evaluate_every": 3, "export_every": 3, "checkpoint_every": 3},
         eval={
             "sets": [{"name": "sampled", "file": str(tmp_path / "few.parquet"), **SAMPLED}],
@@ -62,7 +62,11 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     assert (run.folder / "exports" / "000003" / "model.safetensors").exists()
     assert sorted(folder.name for folder in (run.folder / "checkpoints").iterdir()) == ["000003-1", "000006-1"]
     assert list((run.folder / "tensorboard").iterdir())
-    spans = [span for _, row in run.trained_rows() for segment in row.trajectory.segments for span in segment.spans]
+    segments = [segment for _, row in run.trained_rows() for segment in row.trajectory.segments]
+    masks = [segment.sampling_mask for segment in segments if segment.sampling_mask is not None]
+    assert len(masks) == len(segments) and 1 < max(mask.counts.max() for mask in masks) <= 60
+    assert lines[0]["behavior_proximal_kl"] < 1e-6, "fresh samples"
+    spans = [span for segment in segments for span in segment.spans]
     assert {span.incarnation for span in spans} == {1}
     assert min(span.policy_version for span in spans) == 0 < max(span.policy_version for span in spans)
 

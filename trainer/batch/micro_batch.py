@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.protos.errors import DataError
-from tandem.protos.types import Packing, PlannedRow, ScoredTrajectory, Segment, TrainBatch, Trajectory, TrajectoryGroup
+from tandem.protos.types import (
+    MAX_TOP_K,
+    Packing,
+    PlannedRow,
+    ScoredTrajectory,
+    Segment,
+    TrainBatch,
+    Trajectory,
+    TrajectoryGroup,
+)
+from tandem.trainer.batch.kept_tokens import KeptTokens, holds_its_tokens
 from tandem.trainer.batch.shared_prompts import SharedPrompts
 
 
@@ -66,6 +76,8 @@ class MicroBatch:
     token_rewards_N: Tensor
     lengths_B: Tensor
     """Number of loss tokens of each row (not line)."""
+    kept: KeptTokens | None
+    """None if every loss token was sampled from the whole vocabulary."""
 
     @property
     def inputs(self) -> dict[str, object]:
@@ -96,12 +108,18 @@ class MicroBatch:
 
 def check_trainable(trajectory: Trajectory, group_id: str) -> None:
     """Raises DataError if the trainer cannot recompute the trajectory's log-probs: it was sampled with temperature 0,
-    top-p, top-k or penalties, or its first token is a loss token, which has no context to be predicted from.
+    penalties, or top-p or min-p without top-k; it lacks its sampling mask; or its first token is a loss token, which
+    has no context to be predicted from.
     """
     if not trajectory.sampling.trainable:
         raise DataError(
             f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with {trajectory.sampling}: only "
-            "temperature > 0 without top-p, top-k and penalties can be trained"
+            f"temperature > 0 without penalties can be trained, and top-p and min-p only with top-k up to {MAX_TOP_K}"
+        )
+    if trajectory.sampling.records_mask and not all(map(holds_its_tokens, trajectory.segments)):
+        raise DataError(
+            f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with top-k "
+            f"{trajectory.sampling.top_k}, and its sampling mask lacks a sampled token"
         )
     if any(segment.loss_mask[0] for segment in trajectory.segments):
         raise DataError(f"group {group_id}, trajectory {trajectory.trajectory_id} has a loss token at its first place")
@@ -198,6 +216,7 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
         response_column_N=on_device(positions_N - np.repeat(firsts_B, counts_B[counts_B > 0])),
         token_rewards_N=on_device(np.concatenate([_token_rewards(row) for row in rows])[places_N]),
         lengths_B=on_device(counts_B),
+        kept=KeptTokens.of(segments, device),
     )
 
 

@@ -185,7 +185,8 @@ def _to_table(payloads: Mapping[str, bytes]) -> pa.Table:
 
 
 def _to_payloads(table: pa.Table) -> dict[str, bytes]:
-    segments = table.select(SCHEMA.names).combine_chunks()
+    names = [name for name in SCHEMA.names if name in table.column_names]  # an older record lacks the last columns
+    segments = table.select(names).combine_chunks()
     payloads: dict[str, bytes] = {}
     first = 0
     for group_id, rows in groupby(table.column("group_id").to_pylist()):

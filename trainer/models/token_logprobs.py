@@ -7,6 +7,9 @@ pass recomputes each chunk and immediately adds its part of the gradients. With 
 
     ∂ log π(y)/∂z = 1[y] − π        ∂H/∂z = −π·(log π + H)        ∂S/∂z = 2π·(π − S)
 
+Where truncation (top-k, top-p, min-p) left only some tokens to sample from, π is the softmax over these, and all three
+statistics are π's; z of the others has no gradient.
+
 N tokens, H hidden size, V vocabulary. From the logits on, everything is float32 (float64 for float64 inputs).
 """
 
@@ -19,8 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tandem.trainer.batch.kept_tokens import KeptTokens
+
 _CHUNK_LOGITS = 1 << 25
 """Logits of one chunk: 128 MiB in float32; at most three copies exist at a time."""
+_CUT_OFF = -1e4
+"""log π of what truncation cut off: π is exactly 0, and π·log π is 0, which −∞ would make NaN."""
 _CHUNK_LOGITS_ON_CUDA = 1 << 27
 """Each chunk also reads and writes the gradient of the whole head; larger chunks do so less often."""
 
@@ -39,11 +46,12 @@ def token_statistics(
     bias_V: Tensor | None,
     target_N: Tensor,
     temperature_N: Tensor,
+    kept: KeptTokens | None = None,
     *,
     entropy: bool = False,
     squared_probs: bool = False,
 ) -> TokenStatistics:
-    """The statistics of softmax((hidden·weightᵀ + bias)/temperature) at the targets.
+    """The statistics of softmax((hidden·weightᵀ + bias)/temperature) over the kept tokens at the targets.
 
     Gradients of all three flow to hidden states, weight and bias; there are no second derivatives. Without tokens the
     statistics are empty and the gradients zero. Hidden states that are not finite, or a temperature of 0, give NaN; the
@@ -53,15 +61,22 @@ def token_statistics(
     assert weight_VH.ndim == 2 and weight_VH.shape[1] == hidden_size, (weight_VH.shape, hidden_NH.shape)
     assert bias_V is None or bias_V.shape == weight_VH.shape[:1], (bias_V, weight_VH.shape)
     assert target_N.shape == temperature_N.shape == (num_tokens,), (target_N.shape, temperature_N.shape, num_tokens)
-    arguments = hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy, squared_probs
+    arguments = hidden_NH, weight_VH, bias_V, target_N, temperature_N, kept, entropy, squared_probs
     return TokenStatistics(*_ChunkedStatistics.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 def statistics_from_logits(
-    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, *, entropy: bool = False, squared_probs: bool = False
+    logits_NV: Tensor,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    kept: KeptTokens | None = None,
+    *,
+    entropy: bool = False,
+    squared_probs: bool = False,
 ) -> TokenStatistics:
     """The same statistics from existing logits, for models that change their logits after the output head."""
-    logprobs_NV = functional.log_softmax(logits_NV.to(_wide_type(logits_NV)) / temperature_N[:, None], dim=-1)
+    scaled_NV = logits_NV.to(_wide_type(logits_NV)) / temperature_N[:, None]
+    logprobs_NV = _log_softmax(scaled_NV, kept, slice(0, len(target_N)))
     return TokenStatistics(
         logprobs_N=logprobs_NV.gather(1, target_N[:, None]).squeeze(1),
         entropy_N=-(logprobs_NV.exp() * logprobs_NV).sum(-1) if entropy else None,
@@ -78,6 +93,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
+        kept: KeptTokens | None,
         entropy: bool,
         squared_probs: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -85,7 +101,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         entropy_N = torch.empty_like(logprobs_N) if entropy else None
         squared_N = torch.empty_like(logprobs_N) if squared_probs else None
         for part in _chunks(hidden_NH, weight_VH):
-            logprobs_CV = _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part])
+            logprobs_CV = _logprobs(hidden_NH, weight_VH, bias_V, temperature_N, kept, part)
             logprobs_N[part] = logprobs_CV.gather(1, target_N[part, None]).squeeze(1)
             if entropy_N is None and squared_N is None:
                 continue
@@ -94,6 +110,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                 squared_N[part] = torch.linalg.vector_norm(probs_CV, dim=-1).square()
             if entropy_N is not None:
                 entropy_N[part] = -probs_CV.mul_(logprobs_CV).sum(-1)
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy_N, squared_N)
         return logprobs_N, entropy_N, squared_N
@@ -109,7 +126,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for part in _chunks(hidden_NH, weight_VH):
             slopes_CV = _logit_gradient(
-                _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part]),
+                _logprobs(hidden_NH, weight_VH, bias_V, temperature_N, ctx.kept, part),
                 target_N[part],
                 [None if gradient is None else gradient[part] for gradient in gradients],
                 None if entropy_N is None else entropy_N[part],
@@ -129,7 +146,7 @@ class _ChunkedStatistics(torch.autograd.Function):
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight_VH.dtype),
             None if bias_grad is None else bias_grad.to(bias_V.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -167,9 +184,24 @@ def _logit_gradient(
     return slopes_CV
 
 
-def _logprobs(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor) -> Tensor:
-    logits_CV = functional.linear(hidden_CH, weight_VH, bias_V).to(_wide_type(hidden_CH))
-    return functional.log_softmax(logits_CV.div_(temperature_C[:, None]), dim=-1)
+def _logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    temperature_N: Tensor,
+    kept: KeptTokens | None,
+    chunk: slice,
+) -> Tensor:
+    logits_CV = functional.linear(hidden_NH[chunk], weight_VH, bias_V).to(_wide_type(hidden_NH))
+    return _log_softmax(logits_CV.div_(temperature_N[chunk, None]), kept, chunk)
+
+
+def _log_softmax(scaled_CV: Tensor, kept: KeptTokens | None, chunk: slice) -> Tensor:
+    """Overwrites a chunk's scaled logits where tokens were cut off."""
+    if kept is None:
+        return functional.log_softmax(scaled_CV, dim=-1)
+    scaled_CV = scaled_CV.masked_fill_(kept.cut_off(chunk, scaled_CV.shape[-1]), -torch.inf)
+    return functional.log_softmax(scaled_CV, dim=-1).clamp(min=_CUT_OFF)
 
 
 def _wide_type(values: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from tandem.trainer.backend.base import TrainingEngine
+from tandem.trainer.batch.kept_tokens import KeptTokens
 from tandem.trainer.batch.micro_batch import MicroBatch
 from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
 
@@ -30,6 +31,7 @@ class TokenHead(nn.Linear):
         input: Tensor,
         target_N: Tensor | None = None,
         temperature_N: Tensor | None = None,
+        kept: KeptTokens | None = None,
         *,
         entropy: bool = False,
         squared_probs: bool = False,
@@ -37,9 +39,8 @@ class TokenHead(nn.Linear):
         if target_N is None:
             return super().forward(input)
         assert temperature_N is not None
-        return token_statistics(
-            input, self.weight, self.bias, target_N, temperature_N, entropy=entropy, squared_probs=squared_probs
-        )
+        arguments = input, self.weight, self.bias, target_N, temperature_N, kept
+        return token_statistics(*arguments, entropy=entropy, squared_probs=squared_probs)
 
 
 def add_token_statistics(model: transformers.PreTrainedModel) -> None:
@@ -60,7 +61,7 @@ def _forward(self: Any, *arguments: Any, tokens: MicroBatch | None = None, **nam
         return type(self).forward(self, *arguments, **named)
     hidden_BTH = self.base_model(**tokens.inputs, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[tokens.row_N, tokens.columns_K[tokens.column_N]]
-    return self.get_output_embeddings()(hidden_NH, tokens.target_N, tokens.temperature_N, **named)
+    return self.get_output_embeddings()(hidden_NH, tokens.target_N, tokens.temperature_N, tokens.kept, **named)
 
 
 @torch.no_grad()
@@ -87,9 +88,10 @@ def loss_token_statistics(
     if isinstance(module.get_output_embeddings(), TokenHead):
         return TokenStatistics(*model(tokens=batch, **asked))
     logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
-    return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)
+    logits_NV = logits_BKV[batch.row_N, batch.column_N]
+    return statistics_from_logits(logits_NV, batch.target_N, batch.temperature_N, batch.kept, **asked)
 
 
 def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
-    """log π(token | preceding tokens) of the N loss tokens."""
+    """log π(token | preceding tokens) of the N loss tokens, over the tokens that truncation left."""
     return loss_token_statistics(model, batch).logprobs_N

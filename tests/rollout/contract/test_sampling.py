@@ -16,9 +16,10 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from tandem.protos.errors import DataError, EnvironmentLackError, ModelError
-from tandem.protos.types import SamplingParameters, Segment, Trajectory
+from tandem.protos.types import SamplingMask, SamplingParameters, Trajectory
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
+from tandem.rollout.segments import first_tokens
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import EOS_ID, VOCABULARY, build_tiny_model
 
@@ -124,19 +125,23 @@ def test_random_numbers_depend_only_on_seed_group_and_trajectory(engine: EngineP
     assert sampled(single) == sampled(alone[2]), "a row sampled again alone, as after a lost lease, is the same"
 
 
+def kept_ids(mask: SamplingMask | None) -> list[list[int]]:
+    """The ids that were left at each token, a list for each."""
+    return [] if mask is None else [ids.tolist() for ids in np.split(mask.ids, np.cumsum(mask.counts)[:-1])]
+
+
 def begun(row: Trajectory, num_tokens: int) -> Trajectory:
     """The trajectory as it was when it had this many tokens."""
     (segment,) = row.segments
-    end = len(PROMPT) + num_tokens
-    arrays = (segment.ids[:end], segment.behavior_logprobs[:end], segment.loss_mask[:end])
-    return replace(row, segments=(Segment(*arrays, segment.spans),), finish_reason="abort", text="")
+    segments = (first_tokens(segment, len(PROMPT) + num_tokens),)
+    return replace(row, segments=segments, finish_reason="abort", text="")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 5)])
 def test_an_unfinished_answer_continues_as_if_it_had_not_been_interrupted(
-    engine: EngineProcess, temperature: float
+    engine: EngineProcess, temperature: float, top_k: int
 ) -> None:
-    sampling = SamplingParameters(max_tokens=200, temperature=temperature)
+    sampling = SamplingParameters(max_tokens=200, temperature=temperature, top_k=top_k)
     whole = engine.call("sample", PROMPT, 4, sampling, key="resumed")
     before = engine.call("figures")
     for row in whole:
@@ -147,6 +152,9 @@ def test_an_unfinished_answer_continues_as_if_it_had_not_been_interrupted(
             (one,), (other,) = again.segments, row.segments
             assert np.abs(one.behavior_logprobs - other.behavior_logprobs).max() <= 1e-5
             assert np.array_equal(one.loss_mask, other.loss_mask) and one.spans == other.spans
+            assert [sorted(ids) for ids in kept_ids(one.sampling_mask)] == [
+                sorted(ids) for ids in kept_ids(other.sampling_mask)
+            ]
     after = engine.call("figures")
     assert after.resumed_tokens - before.resumed_tokens == sum(len(sampled(row)) for row in whole)
 
@@ -232,14 +240,44 @@ def test_an_aborted_request_leaves_the_engine(engine: EngineProcess) -> None:
     assert engine.call("figures").busy_seconds == idle, "nothing is in flight"
 
 
-def test_truncated_distributions_are_sampled_and_recorded(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
-    for row in sample(engine, 4, top_k=3):
-        distribution = logits(model, row)[len(PROMPT) - 1 :]
-        top = distribution.topk(3)
-        logprobs = row.segments[0].behavior_logprobs[len(PROMPT) :]
-        for token, logprob, values, indices in zip(sampled(row), logprobs, top.values, top.indices, strict=True):
-            assert token in indices
-            assert abs(float(values.log_softmax(-1)[indices.tolist().index(token)]) - logprob) <= 1e-4
+@pytest.mark.parametrize(
+    "truncation",
+    [{"top_k": 3}, {"top_k": 20, "top_p": 0.3}, {"top_k": 40, "min_p": 0.3}, {"top_k": 500, "top_p": 0.7}],
+    ids=str,
+)
+def test_truncated_distributions_are_sampled_and_recorded_with_what_was_left(
+    engine: EngineProcess, model: Qwen2ForCausalLM, truncation: dict[str, Any]
+) -> None:
+    plain = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=100))  # in the same steps of the engine
+    rows = sample(engine, 4, temperature=0.7, key="truncated", **truncation)
+    assert {row.segments[0].sampling_mask for row in plain.result(60)} == {None}
+    sizes = set()
+    for row in rows:
+        (segment,) = row.segments
+        kept = kept_ids(segment.sampling_mask)
+        assert kept[: len(PROMPT)] == [[]] * len(PROMPT) and len(kept) == len(segment.ids)
+        logprobs = segment.behavior_logprobs[len(PROMPT) :]
+        scaled = logits(model, row)[len(PROMPT) - 1 :] / 0.7
+        for token, logprob, logits_V, ids in zip(sampled(row), logprobs, scaled, kept[len(PROMPT) :], strict=True):
+            most, least = (truncated(logits_V, **truncation, margin=margin) for margin in (1e-4, -1e-4))
+            assert set(least) <= set(ids) <= set(most) and len(set(ids)) == len(ids)
+            assert abs(float(logits_V[ids].log_softmax(-1)[ids.index(token)]) - logprob) <= 1e-4
+            sizes.add(len(ids))
+    assert max(sizes) <= truncation["top_k"] and (len(sizes) > 1 or truncation == {"top_k": 3})
+
+
+def truncated(
+    logits_V: torch.Tensor, top_k: int, top_p: float = 1.0, min_p: float = 0.0, *, margin: float
+) -> list[int]:
+    """The tokens that are left by min-p, then top-k, then top-p, with a margin for rounding at both thresholds."""
+    probs_V = logits_V.softmax(-1)
+    left_V = logits_V.masked_fill(probs_V < (min_p - margin) * probs_V.max(), -torch.inf)
+    order_K = left_V.argsort(descending=True)[: min(top_k, int(left_V.isfinite().sum()))]
+    probs_K = left_V[order_K].softmax(-1)
+    return [int(token) for token in order_K[probs_K.cumsum(0) - probs_K < top_p + margin]]
+
+
+def test_other_truncated_distributions_are_sampled(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
     (certain,) = sample(engine, 1, top_p=1e-6)
     assert sampled(certain) == logits(model, certain).argmax(-1)[len(PROMPT) - 1 :].tolist()
     (varied,) = sample(engine, 1, temperature=0.0, repetition_penalty=50.0, max_tokens=20)

@@ -20,6 +20,7 @@ from tandem.trainer.batch.record import read_record, record_folder, recorded_ver
 from tandem.trainer.batch.rejected import write_rejected
 from tests.support.redis_ring import running_redis
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
+from tests.support.training_groups import with_sampling_masks
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,12 @@ def copied(trained: Recipe, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"packing": "shared", "backend": "fsdp"}])
-def test_runs_with_other_settings_are_replayed(
+def test_runs_with_other_settings_and_top_k_are_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, str]
 ) -> None:
     with running_redis(tmp_path) as url:
         recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer=trainer)
-        put_scored(make_run(url, recipe), different_rewards(2 * P))
+        put_scored(make_run(url, recipe), map(with_sampling_masks, different_rewards(2 * P)))
         assert train(recipe, url)
     assert read_record(recipe.folder, 2)[0].packing == trainer["packing"]
     assert replay.main(recipe.folder) == 0
@@ -147,6 +148,7 @@ def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:
 
 CHOICES: dict[str, Any] = {
     "rollout.engine": "transformers",
+    "rollout.min_p": 0.1,
     "rollout.num_threads": 7,
     "weights.backend": "disk",
     "run.trackers": ["mlflow"],

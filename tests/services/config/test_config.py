@@ -388,6 +388,12 @@ def test_infinite_and_nan_are_refused(model: type[BaseModel], name: str) -> None
         assert "finite_number" in faults_of(model, name, (value, value) if several else value)
 
 
+@pytest.mark.parametrize("key", ["top_p", "min_p"])
+def test_top_p_and_min_p_need_top_k(key: str) -> None:
+    assert "need top_k" in complaint(minimal(rollout={key: 0.5}))
+    assert parse_recipe(minimal(rollout={key: 0.5, "top_k": 512})).rollout.top_k == 512
+
+
 @pytest.mark.parametrize("betas", [(2.0, 0.9), (0.9, -1.0), (1.0, 0.9), (0.9, 1.0)])
 def test_invalid_adam_betas_are_refused(betas: tuple[float, float]) -> None:
     assert faults_of(TrainerConfig, "adam_betas", betas) <= {"less_than", "greater_than_equal"}

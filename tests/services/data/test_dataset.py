@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tandem.services.commands.data_check import check_file, show
 from tandem.services.config import parse_recipe
 from tandem.services.config.recipe import TrainFile
 from tandem.services.data.chat import ChatEncoder
-from tandem.services.data.dataset import Dataset, Mixture, Row, RowFault, load_prompts, parse_row
+from tandem.services.data.dataset import Dataset, Mixture, PromptBuilder, Row, RowFault, load_prompts, parse_row
 from tests.support.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
 from tests.support.processes import run_python
 from tests.support.run_inputs import recipe_of, small_values
@@ -106,6 +107,19 @@ def test_a_row_may_lower_its_own_max_response_tokens(tmp_path: Path, model: Path
     rows = [verl_row("a", "1"), *(verl_row("a", "1", extra_info={"max_response_tokens": limit}) for limit in (3, 99))]
     prompts, _ = load(write_lines(tmp_path / "rows.jsonl", rows), model)
     assert [prompt.sampling.max_tokens for prompt in prompts] == [8, 3, 8]
+
+
+def test_training_prompts_are_sampled_as_the_recipe_says_and_evaluated_greedily(tmp_path: Path, model: Path) -> None:
+    rollout = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "max_response_tokens": 8, "stop": ["x"]}
+    file = write_lines(tmp_path / "rows.jsonl", [verl_row("a", "1")])
+    recipe = recipe_of(small_values(tmp_path), model={"path": str(model)}, rollout=rollout)
+    row = Dataset(str(file)).row(0)
+    assert isinstance(row, Row)
+    sampled = PromptBuilder(recipe, num_samples=2).build(row, 0)
+    assert isinstance(sampled, Prompt)
+    assert sampled.sampling == SamplingParameters(0.7, 0.9, 50, max_tokens=8, stop=("x",), min_p=0.1)
+    (greedy,), _ = load_prompts(str(file), recipe)
+    assert greedy.sampling == replace(SAMPLING, stop=("x",))
 
 
 def test_a_limit_counts_usable_rows(tmp_path: Path, model: Path) -> None:

@@ -21,6 +21,13 @@ def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
     assert estimates.disk_need_bytes(exported, facts) >= plain + 12e9
 
 
+def test_top_k_adds_the_ids_of_the_tokens_that_it_leaves(values: Values) -> None:
+    plain, truncated = recipe_of(values), recipe_of(values, rollout={"top_k": 50})
+    rows = plain.credits * plain.rows_per_group
+    assert room_of(truncated) - room_of(plain) == rows * plain.max_model_tokens * 4 * 51
+    assert estimates.disk_need_bytes(truncated, None) > 15 * estimates.disk_need_bytes(plain, None)
+
+
 def room_of(recipe: Recipe, rows_per_epoch: int = 10**9) -> int:
     return estimates.worst_case_redis_bytes(recipe, rows_per_epoch)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.codec import VERSION_KEY, decode_group, encode_group
 from tandem.protos.errors import DataError, EnvironmentLackError, LedgerError, SchemaVersionError
 from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.trainer.batch.record import (
@@ -28,7 +28,7 @@ from tandem.trainer.batch.record import (
 )
 from tandem.trainer.batch.rejected import prune_rejected, read_rejected, write_rejected
 from tandem.trainer.checkpoints.durable import atomic_folder
-from tests.support.training_groups import make_batch, make_group, make_payloads
+from tests.support.training_groups import make_batch, make_group, make_payloads, with_sampling_masks
 
 Recorded = tuple[TrainBatch, dict[str, TrajectoryGroup]]
 
@@ -38,7 +38,7 @@ def recorded() -> Recorded:
     groups = [
         make_group(7, versions=(0, 1, 2), baseline=True),
         make_group(3, rewards=[1.0, None, 0.25, 0.0], num_segments=2),
-        make_group(5, num_samples=1),
+        with_sampling_masks(make_group(5, num_samples=1)),
     ]
     return make_batch(groups, policy_version=3, optimizer_steps=2, world_size=2)
 
@@ -134,6 +134,20 @@ def test_a_later_schema_is_refused(tmp_path: Path, recorded: Recorded, monkeypat
     monkeypatch.setattr("tandem.protos.codec.SCHEMA_VERSION", 0)
     with pytest.raises(SchemaVersionError, match="update Tandem"):
         read_record(tmp_path, 3)
+
+
+def test_a_record_of_schema_version_1_is_read(tmp_path: Path) -> None:
+    batch, groups = make_batch([make_group(3), make_group(4)], policy_version=3)
+    write_record(tmp_path, batch, make_payloads(groups.values()))
+    file = record_folder(tmp_path, 3) / GROUPS_FILE
+    table = pa.ipc.open_file(file.read_bytes()).read_all().drop_columns(["sampling_mask"])
+    table = table.replace_schema_metadata({VERSION_KEY: b"1"})
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    read, payloads = read_record(tmp_path, 3)
+    assert read == batch
+    again = make_payloads(decode_group(payload) for payload in payloads.values())
+    assert again == make_payloads(groups.values())
 
 
 def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import tandem.trainer.models.token_logprobs
+from tandem.protos.types import SamplingMask, Segment
+from tandem.trainer.batch.kept_tokens import KeptTokens
 from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
 from tests.support.golden_cases import GoldenCase, golden_cases
 
@@ -84,6 +88,53 @@ def test_statistics_and_gradients_equal_the_naive_computation(bias: bool, scale:
             torch.testing.assert_close(got_N, want_N, rtol=1e-5, atol=1e-5)
     for got_grad, want_grad in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
         torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-5 * max(1.0, float(want_grad.abs().max())))
+
+
+def make_masks() -> list[Segment]:
+    """Rows whose loss tokens, the same as the targets, have a mask of 1 to 6 tokens; the last row has none."""
+    random, target_N = np.random.default_rng(3), make_targets()[0].numpy().astype(np.int32)
+    rows = []
+    for tokens in np.split(target_N, [5, 6, 17]):
+        ids = np.concatenate([[1], tokens]).astype(np.int32)
+        loss_mask = np.concatenate([[0], np.ones(len(tokens))]).astype(np.uint8)
+        others = [random.permutation(np.delete(np.arange(VOCABULARY), t))[: random.integers(0, 6)] for t in tokens]
+        kept = [random.permutation([t, *more]) for t, more in zip(tokens, others, strict=True)]
+        counts = np.array([0, *map(len, kept)], np.int32)
+        mask = SamplingMask(np.concatenate(kept).astype(np.int32), counts)
+        rows.append(Segment(ids, np.zeros(len(ids), np.float32), loss_mask, (), mask))
+    return [*rows[:-1], replace(rows[-1], sampling_mask=None)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("asked", [{}, {"entropy": True}, {"squared_probs": True}, EVERYTHING])
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_truncated_distributions_are_normalised_over_the_kept_tokens(
+    scale: float, asked: dict[str, bool], in_chunks: bool
+) -> None:
+    """Against a softmax over only the kept logits of each token, written out in float64."""
+    inputs, rows = make_inputs(torch.float64, scale=scale), make_masks()
+    kept = KeptTokens.of(rows, torch.device("cpu"))
+    if in_chunks:
+        got = token_statistics(*inputs, *make_targets(), kept, **asked)
+    else:
+        got = statistics_from_logits(functional.linear(*inputs), *make_targets(), kept, **asked)
+    logits_NV = functional.linear(*inputs) / make_targets()[1][:, None]
+    masks = [one.sampling_mask for one in rows]
+    sets = [ids for mask in masks if mask for ids in np.split(mask.ids, np.cumsum(mask.counts))[1:-1]]
+    sets += [np.arange(VOCABULARY)] * (NUM_TOKENS - len(sets))
+    want = [[], [], []]
+    for logits_V, ids, target in zip(logits_NV, sets, make_targets()[0], strict=True):
+        logprobs_K = logits_V[torch.from_numpy(ids).long()].log_softmax(-1)
+        want[0].append(logprobs_K[ids.tolist().index(int(target))])
+        want[1].append(-(logprobs_K.exp() * logprobs_K).sum())
+        want[2].append((2 * logprobs_K).exp().sum())
+    expected = [torch.stack(values) if got_N is not None else None for values, got_N in zip(want, got, strict=True)]
+    for got_N, want_N in zip(got, expected, strict=True):
+        if got_N is not None:
+            torch.testing.assert_close(got_N, want_N, rtol=1e-9, atol=1e-9)
+    found = gradients(got, inputs)
+    torch.testing.assert_close(found, gradients(TokenStatistics(*expected), inputs), rtol=1e-9, atol=1e-9)
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
 
 
 @pytest.mark.parametrize("used", range(3))
