@@ -168,16 +168,26 @@ class VllmSampler(Sampler):
 
     def _engine_request(self, request: SamplingRequest) -> EngineCoreRequest:
         """vLLM's form of the request, with another row's id and seed. The rows of a group share it, so vLLM checks them
-        once.
+        once. Later turns of episodes have the parameters of the request before, so only their prompt is checked.
         """
         if request.sampled_ids:
             return self._resumed_request(request)
         asked = (request.prompt_ids, request.sampling, self._version)
-        prompt_ids, sampling, version = self._prepared_for
-        if self._prepared is None or prompt_ids is not request.prompt_ids or (sampling, version) != asked[1:]:
+        prompt_ids, *parameters = self._prepared_for
+        if self._prepared is None or parameters != [*asked[1:]]:
             self._prepared = self._prepare(request, request.sampling)
-            self._prepared_for = asked
+        elif prompt_ids is not request.prompt_ids:
+            self._prepared = self._with_prompt(self._prepared, request)
+        self._prepared_for = asked
         return self._prepared
+
+    def _with_prompt(self, prepared: EngineCoreRequest, request: SamplingRequest) -> EngineCoreRequest:
+        """The same with another prompt, whose length `sample_one` has checked."""
+        if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._llm.model_config.get_vocab_size():
+            return self._prepare(request, request.sampling)  # vLLM says what is wrong
+        changed = copy(prepared)
+        changed.prompt_token_ids = request.prompt_ids.tolist()
+        return changed
 
     def _resumed_request(self, request: SamplingRequest) -> EngineCoreRequest:
         """For the engine, what an earlier request sampled is a part of the prompt."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,9 @@ from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import RowFault, parse_row
 
+_REPLIES = 1024
+_SHORT_CHARACTERS = 256
+
 
 class EpisodeEncoder:
     """The model's chat template. Messages that it refuses are a fault of the environment that sent them.
@@ -33,6 +37,7 @@ class EpisodeEncoder:
 
     def __init__(self, encoder: ChatEncoder, tool_format: ToolFormat | Literal["auto"] = "auto") -> None:
         self._encoder = encoder
+        self._short_reply = lru_cache(_REPLIES)(self._decoded_reply)
         self._format: ToolFormat | None = None
         if encoder.tools:
             self._format = find_format(encoder.chat_template) if tool_format == "auto" else tool_format
@@ -51,10 +56,19 @@ class EpisodeEncoder:
             raise EpisodeError(f"the chat template refuses the messages of reset: {error}") from None
 
     def encode_reply(self, messages: Sequence[Message], last_token: int) -> NDArray[np.int32]:
+        """As of `TurnEncoder`. Short replies are kept: games and errors of tools repeat them."""
+        text = json.dumps(messages)
         try:
+            if len(text) <= _SHORT_CHARACTERS:
+                return self._short_reply(text, last_token)
             return self._encoder.encode_reply(messages, last_token)
         except RefusedPromptError as error:
             raise EpisodeError(f"the chat template refuses the messages of step: {error}") from None
+
+    def _decoded_reply(self, text: str, last_token: int) -> NDArray[np.int32]:
+        ids = self._encoder.encode_reply(json.loads(text), last_token)
+        ids.flags.writeable = False  # several episodes get it
+        return ids
 
     def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
         if self._format is None:
