@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+MAX_TOP_K = 512
+"""Largest top-k under which samplers record sampling masks: each has at most so many tokens."""
+
 
 class Options(BaseModel):
     """A table of a recipe. Unknown keys and numbers that are not finite are refused."""

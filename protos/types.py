@@ -15,13 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.contracts import UnscoredReason as UnscoredReason
+from tandem.protos.options import MAX_TOP_K
 
 Role = Literal["policy", "baseline"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Packing = Literal["padded", "flat", "shared"]
-
-MAX_TOP_K = 512
-"""Largest top-k under which samplers record sampling masks: each has at most so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)

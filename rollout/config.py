@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.protos.options import Options
-from tandem.protos.types import MAX_TOP_K
+from tandem.protos.options import MAX_TOP_K, Options
 
 
 def engine_names() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tandem.protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
 from tandem.protos.hidden_modules import hidden_module
 from tandem.protos.manifest import ITEM_BYTES
-from tandem.protos.types import MAX_TOP_K
+from tandem.protos.options import MAX_TOP_K
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, EngineFolder

@@ -71,8 +71,8 @@ class ChatEncoder:
         ModelError if it cannot continue a conversation because it leaves out or changes earlier answers.
         """
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        before, answer, text = self._text([*answered, *messages]).rpartition(_ANSWER)
-        if not answer or _ANSWER in before:
+        _, answer, text = self._text([*answered, *messages]).partition(_ANSWER)
+        if not answer:
             raise ModelError(
                 f"{self.template_source} leaves out or repeats earlier answers, so an episode of several turns cannot "
                 "continue; set model.chat_template to one that keeps them"
@@ -92,6 +92,8 @@ class ChatEncoder:
         except RefusedPromptError as refusal:
             refused = "the messages of tools" if self.tools else "a conversation of several turns"
             raise ModelError(f"{self.template_source} refuses {refused}: {refusal}") from None
+        if text.count(_ANSWER) > 1:
+            raise ModelError(f"{self.template_source} leaves out or repeats earlier answers; set model.chat_template")
         if self.tools and (hidden := [name for name in self._tool_names if name not in text.partition(_ANSWER)[0]]):
             fault = f"{self.template_source} does not show the policy the tool {hidden[0]}"
             raise ModelError(f"{fault}; set model.chat_template to one that shows `tools`")

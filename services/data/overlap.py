@@ -76,7 +76,11 @@ def _with_texts(batch: pa.RecordBatch, texts: AbstractSet[object]) -> pa.RecordB
     contents = pc.struct_field(pc.list_flatten(prompts), "content")
     if not pa.types.is_string(contents.type):
         return batch
-    found = pc.is_in(contents, value_set=pa.array(sorted(map(str, texts)), pa.string()))
+    try:
+        wanted = pa.array(sorted(map(str, texts)), pa.string())
+    except UnicodeEncodeError:  # a text of JSON lines may have half of a character, which Parquet never has
+        return batch
+    found = pc.is_in(contents, value_set=wanted)
     return batch.take(pc.unique(pc.list_parent_indices(prompts).filter(found)))
 
 

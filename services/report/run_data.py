@@ -131,9 +131,15 @@ def _sample(group: TrajectoryGroup, row: ScoredTrajectory) -> Sample:
 
 def _evaluated(row: Generation) -> EvaluatedSample:
     answers = row.episode["messages"][len(row.prompt) :] if row.episode else ()
-    conversation = "\n\n".join(f"{one['role']}: {_text(one.get('content'))}" for one in answers)
+    conversation = "\n\n".join(f"{one['role']}: {_said(one)}" for one in answers)
     prompt = _text(row.prompt[-1]["content"]) if row.prompt else ""
     return EvaluatedSample(row, prompt, conversation or row.answer)
+
+
+def _said(message: Mapping[str, object]) -> str:
+    """A message's text, with the tools that it calls."""
+    parts = (message.get("content"), message.get("tool_calls"))
+    return "\n".join(_text(part) for part in parts if part)
 
 
 def _text(content: object) -> str:

@@ -153,12 +153,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return [_sample_message(row) for row in rows]
 
     async def _play(self, prompt: Prompt, number: int) -> rollout_pb2.GenerateReply.Sample:
-        """An episode. One whose environment fails is no fault of the other samples."""
+        """An episode. One that fails is no fault of the other samples."""
         if self.episodes is None:
             raise DataError(f"{self.name} has no environment, so it plays no episodes")
         try:
             return _sample_message(await self.episodes.sample(prompt, prompt.sampling, number))
-        except EpisodeError as error:
+        except (EpisodeError, DataError) as error:
             log.warning("episode %s failed: %s", prompt.group_id, error)
             return rollout_pb2.GenerateReply.Sample(finish_reason="error", episode=json.dumps({"error": str(error)}))
 

@@ -350,7 +350,7 @@ def load_set(one: EvalSet, recipe: Recipe) -> EvaluationSet:
     if faults:
         log.warning("evaluation file %s: rows skipped: %s", one.file, dict(faults))
     assert one.temperature is not None, "its default is filled in"
-    draws = partial(replace, temperature=one.temperature, top_p=one.top_p, seed=recipe.run.seed)
+    draws = partial(replace, temperature=one.temperature, top_p=one.top_p, top_k=0, min_p=0.0, seed=recipe.run.seed)
     with_sampling = [
         replace(
             prompt,

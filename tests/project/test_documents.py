@@ -24,13 +24,13 @@ from tests.trainer.test_kl import ESTIMATORS
 PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
-        *("architecture", "algorithms", "chaos", "dashboard", "environments", "metrics", "plugins"),
-        *("reward", "sandbox", "scaling", "security", "speed"),
+        *("architecture", "algorithms", "chaos", "dashboard", "environments", "evaluation", "metrics", "plugins"),
+        *("reward", "sandbox", "scaling", "security", "speed", "tools"),
     )
 ]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
-KEY = r"(?:run|model|data|rollout|reward|jobs|autoscale|trainer|weights|sft)(?:\.[a-z_]+)+"
+KEY = r"(?:run|model|data|rollout|environment|reward|eval|jobs|autoscale|trainer|weights|sft)(?:\.[a-z_]+)+"
 
 
 def lines_of_code(text: str) -> list[str]:

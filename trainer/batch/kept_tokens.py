@@ -4,7 +4,7 @@ The log-probs of the policy and of the reference policy are normalised over the 
 DeepSeek-V3.2, arXiv:2512.02556, section 3.1). What the present weights would leave is another set: a ratio to it is
 biased, and 0 for a token that it lacks.
 
-N loss tokens, E tokens left for all of them, C consecutive loss tokens, V vocabulary.
+N loss tokens, E tokens left for all of them, C consecutive loss tokens, P tokens left for these, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from tandem.protos.types import SamplingMask, Segment
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Per loss token the ids of the tokens that were left, those of the first one first."""
+    """Per loss token the ids of the tokens that were left, those of the first one first. They stay on the CPU: of a
+    batch with top-k 100 they are a hundred times as large as its tokens.
+    """
 
     ids_E: Tensor
-    row_E: Tensor
-    """For which of the N loss tokens."""
+    """int32, on the CPU."""
     is_truncated_N: Tensor
     """bool: False where the whole vocabulary was left."""
     offsets: NDArray[np.int64]
@@ -40,17 +41,18 @@ class KeptTokens:
         parts = [_of_loss_tokens(one) for one in segments]
         counts = torch.from_numpy(np.concatenate([one.counts for one in parts]).astype(np.int64))
         return cls(
-            ids_E=torch.from_numpy(np.concatenate([one.ids for one in parts]).astype(np.int64)).to(device),
-            row_E=torch.arange(len(counts)).repeat_interleave(counts).to(device),
+            ids_E=torch.from_numpy(np.concatenate([one.ids for one in parts]).astype(np.int32)),
             is_truncated_N=(counts > 0).to(device),
             offsets=np.concatenate([[0], np.cumsum(counts.numpy())]),
         )
 
     def cut_off(self, tokens: slice, vocabulary_size: int) -> Tensor:
         """bool (C, V): True for what truncation cut off, for these loss tokens."""
-        part = slice(int(self.offsets[tokens.start]), int(self.offsets[tokens.stop]))
+        counts = torch.from_numpy(np.diff(self.offsets[tokens.start : tokens.stop + 1]))
+        row_P = torch.arange(len(counts)).repeat_interleave(counts)
+        id_P = self.ids_E[self.offsets[tokens.start] : self.offsets[tokens.stop]].long()
         cut_CV = self.is_truncated_N[tokens, None].repeat(1, vocabulary_size)
-        cut_CV[self.row_E[part] - tokens.start, self.ids_E[part]] = False
+        cut_CV[row_P.to(cut_CV.device), id_P.to(cut_CV.device)] = False
         return cut_CV
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.protos.options import MAX_TOP_K
 from tandem.protos.types import (
-    MAX_TOP_K,
     Packing,
     PlannedRow,
     ScoredTrajectory,

@@ -34,20 +34,23 @@ class RaisedError(Exception):
 async def call_in_fork(function: Callable[[], JsonObject], seconds: float) -> JsonObject:
     """What the function returns, which must be JSON.
 
-    The child has the memory of this process as it is now; what the function changes there is lost. Whatever it started
-    ends with it. Raises RaisedError, CrashError, or TimeoutError after `seconds`.
+    The child has the memory of this process as it is now; what the function changes there is lost. What it started ends
+    with it, unless that left its process group. Raises RaisedError, CrashError, or TimeoutError after `seconds`.
     """
-    reading, writing = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()  # else the child would print it again
     sys.stderr.flush()
     try:
+        reading, writing = os.pipe()
+    except OSError as error:
+        raise CrashError(f"its process could not be started ({error.strerror})") from None
+    try:
         child = os.fork()
         if child == 0:
             _run(function, writing, parent)
-    except OSError:
+    except OSError as error:
         os.close(reading)
-        raise
+        raise CrashError(f"its process could not be started ({error.strerror})") from None
     finally:
         os.close(writing)  # before the next fork, which would inherit it
     with contextlib.suppress(ProcessLookupError, PermissionError):

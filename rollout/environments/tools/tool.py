@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -80,7 +81,7 @@ class FunctionTool(Tool):
         self, instance: Instance, arguments: Mapping[str, object], *, seconds: float, max_chars: int
     ) -> ToolResult:
         if inspect.iscoroutinefunction(self._function):
-            value = await _within(self._function(**arguments), seconds)
+            value = await _within(partial(self._function, **arguments), seconds)
             return _shortened_result(value, self._returns_reward, max_chars)
         answer = await call_in_fork(partial(self._call, arguments, max_chars), seconds)
         return ToolResult(answer["text"], answer["reward"])
@@ -116,7 +117,7 @@ class ClassTool(Tool):
         self, instance: Instance, arguments: Mapping[str, object], *, seconds: float, max_chars: int
     ) -> ToolResult:
         more = instance.arguments.get("execute_kwargs") or {}
-        value = await _within(self._tool.execute(instance.name, dict(arguments), **more), seconds)
+        value = await _within(partial(self._tool.execute, instance.name, dict(arguments), **more), seconds)
         return _shortened_result(value, True, max_chars)
 
     async def calc_reward(self, instance: Instance) -> float:
@@ -134,9 +135,12 @@ def _accepted(function: Callable[..., object], given: JsonObject) -> JsonObject:
     return {name: value for name, value in given.items() if name in parameters}
 
 
-async def _within(coroutine: Coroutine[object, object, object], seconds: float) -> object:
+async def _within(function: Callable[[], Coroutine[object, object, object]], seconds: float) -> object:
     """The result of a user's coroutine. Does not wait for one that ignores its cancellation."""
-    task = asyncio.ensure_future(coroutine)
+    try:
+        task = asyncio.ensure_future(function())
+    except Exception as refusal:  # user code, or arguments that its schema allows and its signature does not
+        raise RaisedError(described(refusal)) from None
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
@@ -168,9 +172,13 @@ def _result(value: object, returns_reward: bool) -> ToolResult:
         value, reward = (*value, 0.0)[:2]
     if getattr(value, "image", None) or getattr(value, "video", None):
         raise TypeError("it is an image or a video, and the policy reads texts")
-    value = getattr(value, "text", value)  # of verl's ToolResponse
+    if hasattr(value, "text"):  # verl's ToolResponse
+        value = value.text or ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return ToolResult(text, float(cast("float", reward or 0.0)))
+    earned = float(cast("float", reward or 0.0))
+    if not math.isfinite(earned):
+        raise ValueError(f"its reward is {earned}")
+    return ToolResult(text, earned)
 
 
 def shortened(text: str, max_chars: int) -> str:

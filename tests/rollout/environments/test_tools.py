@@ -19,7 +19,9 @@ from tandem.rollout.environments.config import TOOL_ENVIRONMENT, EnvironmentConf
 from tandem.rollout.environments.loading import ContractError
 from tandem.rollout.environments.process import check_class
 from tandem.rollout.environments.tools.environment import ToolEnvironment
-from tandem.rollout.environments.tools.sources import load_tools
+from tandem.rollout.environments.tools.forked_call import RaisedError
+from tandem.rollout.environments.tools.sources import SchemaArguments, load_tools
+from tandem.rollout.environments.tools.tool import FunctionTool, Instance
 from tests.support import tools
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended, wait_until_gone
@@ -200,6 +202,21 @@ def test_a_coroutine_that_ignores_its_cancellation_is_not_waited_for() -> None:
     (result,) = play([call("ignore_cancellation"), call("wait", name="a")], seconds=1.0)
     late, waited = contents(result.messages)
     assert late.startswith("error: timeout: ") and waited == "a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [({"surplus": 1}, "unexpected keyword argument 'surplus'"), ({}, "its reward is nan")]
+)
+def test_arguments_that_only_the_schema_allows_and_rewards_that_are_no_numbers_fail_their_call(
+    arguments: dict[str, object], told: str
+) -> None:
+    async def search() -> tuple[str, float]:
+        return "found", float("nan")
+
+    schema = {"function": {"name": "search"}}
+    tool = FunctionTool(search, schema, SchemaArguments(schema, "search.py"), returns_reward=True)
+    with pytest.raises(RaisedError, match=told):
+        asyncio.run(tool.execute(Instance("", {}), arguments, seconds=5.0, max_chars=100))
 
 
 def test_an_invalid_call_says_why() -> None:

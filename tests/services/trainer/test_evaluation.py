@@ -300,6 +300,7 @@ def test_the_vote_of_an_answer_is_what_it_ends_with(text: str, answer: str) -> N
 def test_a_set_is_loaded_with_its_own_sampling(tmp_path: Path) -> None:
     values = small_values(tmp_path)
     values["model"]["path"] = str(write_chat_model(tmp_path / "chat"))
+    values["rollout"] |= {"top_k": 5, "min_p": 0.1}  # of training samples only
     limited = {**verl_row("1 + 1 =", "2"), "extra_info": {"max_response_tokens": 4}}
     file = write_lines(tmp_path / "aime.jsonl", [verl_row(f"{number} + 1 =", "2") for number in range(4)] + [limited])
     sampled = {"file": str(file), "samples_per_prompt": 2, "top_p": 0.5, "max_response_tokens": 16, "scorer": "exact"}
