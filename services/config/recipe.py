@@ -22,6 +22,8 @@ from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
 
+_MOST_MASK_IDS = 2**31 - 1  # what Arrow counts in a record
+
 
 class RunConfig(Options):
     """`[run]`: name, folder and length of the run, and how far sampling may run ahead of training."""
@@ -257,6 +259,12 @@ class Recipe(Options):
             )
         if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
+        per_prompt = self.rollout.samples_per_prompt * self.rollout.max_response_tokens * self.rollout.top_k
+        if self.run.groups_per_batch * per_prompt > _MOST_MASK_IDS:
+            raise ValueError(
+                "a batch could have more than 2³¹ token ids in its sampling masks: groups_per_batch × "
+                "samples_per_prompt × max_response_tokens × rollout.top_k; lower rollout.top_k"
+            )
         self._check_encoding()
         check_sets(self.eval_sets, self.rollout.max_response_tokens, has_environment=bool(self.environment.path))
         check_metric(self.eval.keep_best, self.eval_sets)

@@ -172,6 +172,7 @@ class Policy:
 
     def logprobs(self, rows: list[Row]) -> Tensor:
         """Log-probs of the sampled tokens, flat, under each row's temperature."""
+        assert not any(json.loads(row["sampling"])["top_k"] for row in rows), "the twin knows no truncated samples"
         ids = torch.zeros((len(rows), max(len(row["ids"]) for row in rows)), dtype=torch.long)
         for number, row in enumerate(rows):
             ids[number, : len(row["ids"])] = torch.tensor(row["ids"])

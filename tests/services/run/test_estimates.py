@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protos.contracts import MAX_SNAPSHOT_BYTES
+from tandem.protos.errors import ConfigError
 from tandem.services.config import Recipe
 from tandem.services.run import estimates, model_check
 from tests.support.run_inputs import Values, recipe_of
@@ -26,6 +27,14 @@ def test_top_k_adds_the_ids_of_the_tokens_that_it_leaves(values: Values) -> None
     rows = plain.credits * plain.rows_per_group
     assert room_of(truncated) - room_of(plain) == rows * plain.max_model_tokens * 4 * 51
     assert estimates.disk_need_bytes(truncated, None) > 15 * estimates.disk_need_bytes(plain, None)
+
+
+def test_a_batch_whose_sampling_masks_no_record_could_hold_is_refused(values: Values) -> None:
+    large = {"samples_per_prompt": 16, "max_response_tokens": 16_384}
+    roomy = {"run": {"groups_per_batch": 64}, "trainer": {"tokens_per_micro_batch": 32_768}}
+    assert recipe_of(values, rollout={**large, "top_k": 100}, **roomy).rollout.top_k == 100
+    with pytest.raises(ConfigError, match=r"2³¹ token ids in its sampling masks: .* lower rollout\.top_k"):
+        recipe_of(values, rollout={**large, "top_k": 500}, **roomy)
 
 
 def room_of(recipe: Recipe, rows_per_epoch: int = 10**9) -> int:
