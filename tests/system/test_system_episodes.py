@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
@@ -17,12 +18,19 @@ from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER,
 from tests.support.whole_run import WholeRun, service_process
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BATCHES = 12
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
-def saved_turns(run: WholeRun) -> list[int]:
+def running_redis(run: WholeRun, supervisor: subprocess.Popen[str]) -> str:
+    """The URL of the run's Redis, once the first batch is trained."""
+    run.wait_for(lambda: bool(run.metrics()), supervisor)
+    return redis_url_of(load_recipe(run.recipe))
+
+
+def saved_turns(redis_url: str) -> list[int]:
     """Answered turns of each episode that is saved in the run's Redis before its end."""
-    with closing(Buffer(redis_url_of(load_recipe(run.recipe)), "episodes")) as buffer:
+    with closing(Buffer(redis_url, "episodes")) as buffer:
         redis, pattern = buffer.connection.redis, buffer.connection.key("partial:*")
         payloads = [payload for key in redis.scan_iter(match=pattern) if (payload := redis.get(key)) is not None]
     rows = [row for payload in payloads for row in decode_group(payload).rows if isinstance(row, Trajectory)]
@@ -32,7 +40,7 @@ def saved_turns(run: WholeRun) -> list[int]:
 def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_and_replays(tmp_path: Path) -> None:
     run = WholeRun(
         tmp_path,
-        run={"run_id": "episodes", "total_batches": 4, "groups_per_batch": 4, "staleness_budget": 2},
+        run={"run_id": "episodes", "total_batches": BATCHES, "groups_per_batch": 4, "staleness_budget": 2},
         rollout={"samples_per_prompt": 4, "stop": tuple(LETTERS)},
         environment={
             "path": "tests.support.environments:Unhurried",
@@ -44,13 +52,14 @@ def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_
         eval={"sets": [{"name": "held_out", "file": str(tmp_path / "data" / "eval.parquet"), "limit": 6}]},
     )
     supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= 1 and max(saved_turns(run), default=0) >= 1, supervisor)
+    address = running_redis(run, supervisor)
+    run.wait_for(lambda: max(saved_turns(address), default=0) >= 1, supervisor)
     service_process(supervisor, "rollout").kill()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_evaluations(run)
     rows = run.trained_rows()
-    assert len(rows) == 4 * 4 * 4
+    assert len(rows) == BATCHES * 4 * 4
     turns = [row.trajectory.metadata["num_turns"] for _, row in rows]
     assert max(turns) == 4, "some episodes have as many turns as they may"
     for version, row in rows:
@@ -67,7 +76,7 @@ def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_
     assert max(resumed_at, default=0) > 0, "an episode of the killed sampler went on after its first turn"
     assert max(run.instances().values()) == 1
     run.ledger()
-    assert run.summary()["groups"]["committed"] == 4 * 4
+    assert run.summary()["groups"]["committed"] == BATCHES * 4
     replayed = run.tandem("replay", str(run.folder))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "equal" in replayed.stdout
@@ -76,7 +85,7 @@ def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_
 def check_evaluations(run: WholeRun) -> None:
     """The first and the last version played the same episodes, seen from their environments."""
     evaluations = JsonLines(run.folder / EVALUATIONS_FILE).read()
-    assert [line["version"] for line in evaluations] == [0, 4]
+    assert [line["version"] for line in evaluations] == [0, BATCHES]
     seen = []
     for line in evaluations:
         found = line["sets"]["held_out"]
