@@ -65,13 +65,16 @@ def play(side: str, seed: int) -> dict[str, object]:
 
 
 def fault_of(run: dict[str, object]) -> str:
+    """The bound that a run missed; "" if none."""
     accuracy, games, seconds = (float(str(run[key])) for key in ("last_accuracy", "games", "seconds"))
     if run["side"] == "shuffled":
         highest = CEILING + 3 * math.sqrt(CEILING * (1 - CEILING) / games)
-        return f"with shuffled answers {accuracy:.1%} were won, not at most {highest:.1%}" * (accuracy > highest)
+        return (
+            "" if accuracy <= highest else f"with shuffled answers {accuracy:.1%} were won, not at most {highest:.1%}"
+        )
     if accuracy < LEAST_ACCURACY:
         return f"{accuracy:.1%} were won, not {LEAST_ACCURACY:.0%}"
-    return f"it took {seconds:.0f} s, not {LONGEST_SECONDS:.0f}" * (seconds > LONGEST_SECONDS)
+    return "" if seconds <= LONGEST_SECONDS else f"it took {seconds:.0f} s, not {LONGEST_SECONDS:.0f}"
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ Arrays are numpy, one dimension, T = tokens of a segment (prompt and tool tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,21 +78,36 @@ class Prompt:
     def group_id(self) -> str:
         return f"{self.epoch}-{self.index}"
 
-    @property
-    def row(self) -> Mapping[str, object]:
-        """The row of the data set, in verl's columns."""
-        return {
-            "data_source": self.data_source,
-            "prompt": [dict(message) for message in self.messages],
-            "ability": self.ability,
-            "ground_truth": self.ground_truth,
-            "extra_info": dict(self.extra_info),
-        }
-
     def judged_info(self, num_tokens: int) -> Mapping[str, object]:
         """`extra_info` for scorers, and `num_tokens` (sampled) and `prompt` (messages) where it lacks them."""
         prompt = {"prompt": [dict(message) for message in self.messages]} if self.messages else {}
         return {"num_tokens": num_tokens, **prompt, **self.extra_info}
+
+
+class DataRow(Protocol):
+    """What a row of a data set says. Prompts have it, too."""
+
+    @property
+    def data_source(self) -> str: ...
+    @property
+    def messages(self) -> Sequence[Mapping[str, object]]: ...
+    @property
+    def ability(self) -> str: ...
+    @property
+    def ground_truth(self) -> object: ...
+    @property
+    def extra_info(self) -> Mapping[str, object]: ...
+
+
+def task_of(row: DataRow) -> Mapping[str, object]:
+    """The task that an environment gets: the row in verl's columns."""
+    return {
+        "data_source": row.data_source,
+        "prompt": [dict(message) for message in row.messages],
+        "ability": row.ability,
+        "ground_truth": row.ground_truth,
+        "extra_info": dict(row.extra_info),
+    }
 
 
 @dataclass(frozen=True, slots=True)

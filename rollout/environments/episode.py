@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tandem.protos.contracts import Environment, Message, SnapshotEnvironment, StepResult
 from tandem.protos.errors import EpisodeError, UnavailableError
-from tandem.protos.types import Prompt, SamplingParameters, Trajectory
+from tandem.protos.types import Prompt, SamplingParameters, Trajectory, task_of
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.journal import Episode, saved_episode, unfinished_row
 from tandem.rollout.environments.process import EnvironmentPool
@@ -170,7 +170,7 @@ class EpisodeSampler:
                 await environment.close()
 
     async def _begin(self, environment: SnapshotEnvironment, prompt: Prompt, episode_id: str) -> Episode:
-        observation = await environment.reset(prompt.row, seed=self._seed_of(prompt), episode_id=episode_id)
+        observation = await environment.reset(task_of(prompt), seed=self._seed_of(prompt), episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
         is_prompt = not observation.messages and not self._encoder.shows_tools
         history = unsampled(prompt.token_ids if is_prompt else self._encoder.encode(messages))
@@ -206,7 +206,7 @@ class EpisodeSampler:
         """Repeats all answered turns. Returns whether the environment showed what is in the episode."""
         expected, *answers = episode.observations(len(prompt.messages))
         seed, episode_id = self._seed_of(prompt), episode.episode_id
-        observation = await environment.reset(prompt.row, seed=seed, episode_id=episode_id)
+        observation = await environment.reset(task_of(prompt), seed=seed, episode_id=episode_id)
         if [*observation.messages] != expected:
             return False
         for turn, answer in enumerate(answers):

@@ -70,4 +70,8 @@ def make_model(folder: Path, seed: int, task: DemoTask = ARITHMETIC) -> None:
 
 
 if __name__ == "__main__":
-    run_service(lambda: make_model(Path(sys.argv[1]), int(sys.argv[2]), TASKS["".join(sys.argv[3:]) or "arithmetic"]))
+    run_service(
+        lambda: make_model(
+            Path(sys.argv[1]), int(sys.argv[2]), TASKS[sys.argv[3] if len(sys.argv) > 3 else "arithmetic"]
+        )
+    )

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import JsonObject
 from tandem.protos.errors import UserError
+from tandem.protos.types import task_of
 from tandem.rollout.environments.checked_episode import CheckError
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.process import end_process
@@ -79,13 +80,7 @@ def _first_row(file: str) -> JsonObject:
     row = next((row for row in Dataset(file) if isinstance(row, Row)), None)
     if row is None:
         raise UserError(f"--task {file}: it has no usable row; see `tandem data check {file}`")
-    return {
-        "data_source": row.data_source,
-        "prompt": [dict(message) for message in row.messages],
-        "ability": row.ability,
-        "ground_truth": row.ground_truth,
-        "extra_info": dict(row.extra_info),
-    }
+    return task_of(row)
 
 
 def _json(text: str, place: str) -> object:

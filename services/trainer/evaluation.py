@@ -23,7 +23,7 @@ import numpy as np
 from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
 from tandem.protos.errors import NotAdmittedError, TandemError
-from tandem.protos.types import Prompt
+from tandem.protos.types import Prompt, task_of
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe
@@ -223,7 +223,7 @@ class _Sampling:
     def _episode(self, prompt: Prompt) -> rollout_pb2.GenerateRequest.Episode:
         """Names the set and the row, not the version: two versions meet the same environments."""
         name = f"eval-{self.one.name}-{prompt.index}"
-        return rollout_pb2.GenerateRequest.Episode(row=json.dumps(dict(prompt.row)), name=name)
+        return rollout_pb2.GenerateRequest.Episode(row=json.dumps(task_of(prompt)), name=name)
 
     def _scored(self, sampled: Sequence[tuple[Prompt, Generation]]) -> list[Generation]:
         """The samples with their scores. Those whose environment failed are not scored."""

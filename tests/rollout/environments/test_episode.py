@@ -13,7 +13,6 @@ import pytest
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import ConfigError, EpisodeError, UnavailableError
 from tandem.protos.types import SamplingParameters, Trajectory, TrajectoryGroup, VersionSpan
-from tandem.rollout.environments import episode
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
@@ -24,7 +23,6 @@ from tests.support.episodes import (
     PROMPT,
     SAMPLING,
     ScriptedSampler,
-    chat_encoder,
     prompt_of,
     sampled_parts,
     tokenizer,
@@ -35,16 +33,6 @@ from tests.support.tiny_model import EOS_ID
 
 ECHO = "tests.support.environments:Echo"
 GUESS = str(ROOT / "examples" / "environments" / "guess_number.py") + ":GuessNumber"
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "_FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return chat_encoder(tmp_path_factory.mktemp("model"))
 
 
 def play(

@@ -17,29 +17,18 @@ import pytest
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import ConfigError, EpisodeError
 from tandem.protos.types import Trajectory, TrajectoryGroup, VersionSpan
-from tandem.rollout.environments import episode
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeFigures, EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.sampler import Completion, SamplingRequest
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.rollout.episodes import EpisodeEncoder
-from tests.support.episodes import PROMPT, SAMPLING, ScriptedSampler, chat_encoder, prompt_of, sampled_parts, tokenizer
+from tests.support.episodes import PROMPT, SAMPLING, ScriptedSampler, prompt_of, sampled_parts, tokenizer
 
 CLASSES = "tests.support.environments"
 WORDS = ("one", "bad", "end")
 KILLED_ONCE = {"faults": {"bad": "once die"}}
 HANGS_ONCE = {"faults": {"bad": "once hang"}}
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "_FIRST_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return chat_encoder(tmp_path_factory.mktemp("model"))
 
 
 @dataclass
