@@ -3,9 +3,9 @@
     python benchmarks/estimator_cost.py [--repeats 9] [--output benchmarks/records/estimator_cost.json]
 
 `equal`: 4,096 rows of 1,024 tokens, without a mask in the dense expression. `ragged`: lognormal lengths of at most
-1,024, which the dense expression pads and masks. Ours passes flat columns through `estimate`, including all checks. The
-benchmark fails if the results differ. Figures are medians over alternating repeats. The ratio on `equal` must be at
-most 1.5.
+1,024, which the dense expression pads and masks. Turns have 64 tokens. Ours passes flat columns through `estimate`,
+including all checks. The benchmark fails if the results differ. Figures are medians over alternating repeats. The ratio
+on `equal` must be at most 1.5.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tandem.trainer.estimators.inputs import EstimatorBatch  # noqa: E402
 from tandem.trainer.estimators.options import estimator_models  # noqa: E402
 from tandem.trainer.estimators.registry import estimate  # noqa: E402
 
-ROWS, LONGEST, GROUP = 4096, 1024, 8
+ROWS, LONGEST, GROUP, TURN = 4096, 1024, 8, 64
 LIMIT = 1.5
 GAMMA, LAM = 0.99, 0.95
 
@@ -47,6 +47,7 @@ class Dense:
     baselines_R: Tensor
     components_RC: Tensor
     group_R: Tensor
+    turns_RT: Tensor
     mask_RT: Tensor | None
 
     @property
@@ -79,6 +80,13 @@ class Dense:
 
     def to_go(self) -> Tensor:
         return self.rewards_RT.flip(1).cumsum(1).flip(1)
+
+    def turn_sums(self, values_RT: Tensor) -> Tensor:
+        sums_RK = values_RT.new_zeros(ROWS, int(self.turns_RT.max()) + 1)
+        return sums_RK.scatter_add_(1, self.turns_RT, self.masked(values_RT))
+
+    def on_turns(self, values_RK: Tensor) -> Tensor:
+        return self.masked(values_RK.gather(1, self.turns_RT))
 
     def whiten(self, values_RT: Tensor) -> Tensor:
         if self.mask_RT is None:
@@ -160,6 +168,33 @@ def dense_token_baseline(d: Dense) -> Tensor:
     return d.masked(to_go_RT - baselines_PT[d.group_R])
 
 
+def dense_turn_grpo(d: Dense) -> Tensor:
+    returns_RK = _discounted_turns(d.turn_sums(d.rewards_RT))
+    present_RK = torch.ones_like(returns_RK) if d.mask_RT is None else d.mask_RT[:, ::TURN]
+    counts_PK = d.group_sums(present_RK)
+    centred_RK = (returns_RK - (d.group_sums(returns_RK) / counts_PK)[d.group_R]) * present_RK
+    deviations_PK = (d.group_sums(centred_RK.square()) / (counts_PK - 1)).sqrt()
+    advantages_RK = centred_RK / (deviations_PK + 1e-6)[d.group_R]
+    advantages_RK = torch.where((counts_PK == 1)[d.group_R], 0.0, advantages_RK)
+    return d.on_turns(advantages_RK)
+
+
+def dense_turn_gae(d: Dense) -> Tensor:
+    values_RK = d.masked(d.values_RT)[:, ::TURN]
+    next_RK = torch.cat([values_RK[:, 1:], values_RK.new_zeros(ROWS, 1)], 1)
+    deltas_RK = d.turn_sums(d.rewards_RT) + GAMMA * next_RK - values_RK
+    advantages_RK = _discounted_turns(deltas_RK, GAMMA * LAM)
+    _ = d.on_turns(advantages_RK + values_RK)  # ours also computes the critic's returns
+    return d.whiten(d.on_turns(advantages_RK))
+
+
+def _discounted_turns(values_RK: Tensor, decay: float = GAMMA) -> Tensor:
+    sums_KR = values_RK.t().contiguous()
+    for turn in range(len(sums_KR) - 2, -1, -1):
+        sums_KR[turn].add_(sums_KR[turn + 1], alpha=decay)
+    return sums_KR.t()
+
+
 DENSE: dict[str, tuple[dict[str, Any], Callable[[Dense], Tensor]]] = {
     "grpo": ({}, dense_grpo),
     "dr_grpo": ({}, lambda d: d.on_tokens(d.centred(d.scores_R))),
@@ -174,6 +209,8 @@ DENSE: dict[str, tuple[dict[str, Any], Callable[[Dense], Tensor]]] = {
     "reinforce_plus_plus_baseline": ({}, lambda d: d.whiten(d.on_tokens(d.centred(d.scores_R)))),
     "gae": ({"gamma": GAMMA, "lam": LAM}, dense_gae),
     "gdpo": ({}, dense_gdpo),
+    "turn_grpo": ({"gamma": GAMMA}, dense_turn_grpo),
+    "turn_gae": ({"gamma": GAMMA, "lam": LAM}, dense_turn_gae),
     "optimal_token_baseline": ({}, dense_token_baseline),
     "tir_optimal_token_baseline": ({}, dense_token_baseline),
 }
@@ -250,7 +287,9 @@ def _inputs(shape: str) -> tuple[EstimatorBatch, Dense]:
     columns_RT[4].add_(0.5)
     group_R = torch.arange(ROWS).remainder(ROWS // GROUP)[torch.randperm(ROWS, generator=generator)]
     baselines_R, components_RC = uniform(ROWS), uniform(ROWS, 2)
-    dense = Dense(*columns_RT, baselines_R, components_RC, group_R, None if shape == "equal" else mask_RT.double())
+    turns_RT = torch.arange(LONGEST).div(TURN, rounding_mode="floor").expand(ROWS, LONGEST).contiguous()
+    mask = None if shape == "equal" else mask_RT.double()
+    dense = Dense(*columns_RT, baselines_R, components_RC, group_R, turns_RT, mask)
     rewards_N, values_N, logprobs_N, squared_N, weights_N = (column_RT[mask_RT] for column_RT in columns_RT)
     batch = EstimatorBatch(
         rewards_N,
@@ -263,6 +302,7 @@ def _inputs(shape: str) -> tuple[EstimatorBatch, Dense]:
         squared_N,
         weights_N,
         torch.arange(LONGEST).expand(ROWS, LONGEST)[mask_RT],
+        turns_RT[mask_RT],
     )
     return batch, dense
 

@@ -68,7 +68,11 @@ class Scraper(Repeated):
 
 def milliseconds_per_page() -> float:
     """CPU time in which a trainer makes its page, the largest of a run, without the connection."""
-    figures = {metric.figure.replace("*", metric.label.values[0] if metric.label else ""): 1.0 for metric in METRICS}
+    figures = {
+        metric.figure.replace("*", metric.labels[0].values[0] if metric.labels else ""): 1.0
+        for metric in METRICS
+        if "tools" not in metric.source
+    }
     page = page_of("run", "trainer", {"trainer": lambda: figures, "batch": lambda: figures, "service": lambda: figures})
     page()
     began = time.process_time()

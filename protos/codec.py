@@ -120,7 +120,9 @@ def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
 
 
 def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
-    """A record batch of one row per segment. The metadata holds prompt and schema version."""
+    """A record batch of one row per segment. The metadata holds prompt and schema version. Only the first segment of a
+    trajectory has its text and its metadata.
+    """
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), PROMPT_KEY: encode_prompt(group.prompt).encode()}
     if not group.rows:
         return _NO_ROWS.replace_schema_metadata(metadata)
@@ -140,9 +142,9 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "spans": [[_span_values(span) for span in s.spans] for s in segments],
         "sampling": [_sampling_text(t.sampling) for t, _, _, _ in rows],
         "finish_reason": [t.finish_reason for t, _, _, _ in rows],
-        "text": [t.text for t, _, _, _ in rows],
+        "text": ["" if number else t.text for t, _, number, _ in rows],
         "earned_reward": [t.earned_reward for t, _, _, _ in rows],
-        "metadata": [json.dumps(dict(t.metadata)) if t.metadata else "{}" for t, _, _, _ in rows],
+        "metadata": ["{}" if number or not t.metadata else json.dumps(dict(t.metadata)) for t, _, number, _ in rows],
         **_score_columns([scored for _, scored, _, _ in rows]),
         "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
         "sampling_mask": _mask_array([s.sampling_mask for s in segments]),

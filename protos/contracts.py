@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 
 # Not in types.py, because scoring processes and clients do not load numpy, which starts threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
@@ -96,6 +96,16 @@ class Observation:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+class ToolOutcome(TypedDict):
+    """How a call of a tool ended. A dictionary, because it crosses processes as JSON."""
+
+    tool: str
+    outcome: str
+    """`result`, or the name of a failure (docs/tools.md)."""
+    seconds: float | None
+    """How long the call took. None: it was not executed."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one action led to."""
@@ -109,6 +119,8 @@ class StepResult:
     truncated: bool = False
     """The episode was cut off, e.g. by a limit on its turns."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    tool_outcomes: Sequence[ToolOutcome] = ()
+    """Of the calls of `action["tool_calls"]`. Only the metrics show them."""
 
 
 class Environment(Protocol):
@@ -117,7 +129,8 @@ class Environment(Protocol):
     The methods run in the event loop of a process that has the environments of several episodes, so they may not block
     it (docs/environments.md). A class attribute `resume` says how an interrupted episode goes on (`Resume`); without it
     the episode starts again. With an attribute `tool_schemas`, a list of tools in OpenAI's form, the chat template
-    shows them to the policy, and actions have its calls as `tool_calls` (docs/tools.md).
+    shows them to the policy, and actions have its calls as `tool_calls` (docs/tools.md). Turns that call a tool named
+    in an attribute `unsafe_tools` are never repeated.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
@@ -153,6 +166,35 @@ class SnapshotEnvironment(Environment, Protocol):
         ...
 
 
+class Agent(Protocol):
+    """A program that calls the policy by OpenAI's API. Each episode has an object of its own.
+
+    `run` runs in the event loop of a process that has the agents of several episodes, so it may not block it
+    (docs/agents.md). A method `async def close(self)`, if there is one, is called after it, also if it was cancelled.
+    """
+
+    async def run(self, data: JsonObject, *, base_url: str, api_key: str) -> float | JsonObject:
+        """Does the task `data`, a row of the data set, with the policy at `base_url`.
+
+        Returns the reward, or a mapping with `reward` and anything else, which becomes the episode's `info`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What a run of an agent returned, or with an `error` what it raised."""
+
+    reward: float = 0.0
+    info: JsonObject = field(default_factory=dict)
+    error: str = ""
+
+
+ToolEffect = Literal["pure", "idempotent", "unsafe"]
+"""What a call changes outside of the episode: nothing; the same as another call with its idempotency key; or something
+that a second call changes again.
+"""
+
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
@@ -160,3 +202,13 @@ def parallel_tool(function: AnyFunction) -> AnyFunction:
     """Declares that calls of this tool may run at the same time as other calls of their turn."""
     function.parallel = True  # type: ignore[attr-defined]
     return function
+
+
+def tool_effect(effect: ToolEffect) -> Callable[[AnyFunction], AnyFunction]:
+    """Declares what a call of this tool changes. A tool that declares nothing is taken to be idempotent."""
+
+    def declare(function: AnyFunction) -> AnyFunction:
+        function.effect = effect  # type: ignore[attr-defined]
+        return function
+
+    return declare

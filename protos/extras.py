@@ -22,6 +22,7 @@ _EXTRA_OF = {
     "ray": "ray",
     **dict.fromkeys(("starlette", "sse_starlette", "tokenizers", "uvicorn"), "dashboard"),
     **dict.fromkeys(("wandb", "mlflow"), "trackers"),
+    "mcp": "mcp",
     "opentelemetry": "tracing",
 }
 _COMMANDS = {

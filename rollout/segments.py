@@ -65,6 +65,11 @@ def first_tokens(segment: Segment, length: int) -> Segment:
     return Segment(segment.ids[:length], segment.behavior_logprobs[:length], segment.loss_mask[:length], spans, mask)
 
 
+def without_unread(segment: Segment) -> Segment:
+    """The segment, which has a sampled token, up to its last one: the policy has read no token after it."""
+    return first_tokens(segment, len(segment.ids) - int(segment.loss_mask[::-1].argmax()))
+
+
 def _mask_of(segment: Segment) -> SamplingMask:
     """The segment's mask; if it has none, one without tokens."""
     return segment.sampling_mask or SamplingMask(np.zeros(0, np.int32), np.zeros(len(segment.ids), np.int32))

@@ -100,7 +100,7 @@ def serve(
     overrides: Overrides = None,
     replica: Annotated[
         int | None,
-        option(min=0, help="Number of this sampler or reward service. Default: the smallest that no other has."),
+        option(min=0, help="Number of this replica. Default: the smallest that no other has."),
     ] = None,
     launcher: Annotated[
         LauncherName, typer.Option(help="What starts and stops replicas for the controller. none: you do.")
@@ -169,7 +169,10 @@ def evaluate(
 
 @app.command(short_help="Train a run's recorded batches again and compare.")
 @command
-def replay(run_folder: RunArgument = None) -> int:
+def replay(
+    run_folder: RunArgument = None,
+    generation: Annotated[bool, option("--generation", help="Compare also what is sampled.")] = False,
+) -> int:
     """Trains a finished run's recorded batches again and compares the weights, bit for bit. Exits 1 if they differ.
 
     Example: tandem replay runs/demo
@@ -179,7 +182,7 @@ def replay(run_folder: RunArgument = None) -> int:
     folder = find_run(run_folder)
     from tandem.services.commands.replay import main
 
-    return main(folder)
+    return main(folder, generation=generation)
 
 
 @app.command(short_help="Propose how to split GPUs between trainer and samplers.")

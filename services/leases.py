@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import random
 import threading
@@ -20,7 +19,6 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.protos.errors import EnvironmentLackError, FencedError, NotAdmittedError, UnavailableError
 from tandem.services.buffer.types import FailureKind
-from tandem.services.process import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,6 @@ LeaseT = TypeVar("LeaseT", bound=Lease)
 ResultT = TypeVar("ResultT", bound=Result)
 ResultT_contra = TypeVar("ResultT_contra", bound=Result, contravariant=True)
 ResultT_co = TypeVar("ResultT_co", bound=Result, covariant=True)
-Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +160,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._finished: list[tuple[LeaseT, ResultT]] = []
         self._completion: asyncio.Task[Collection[int]] | None = None  # of what is in `_finished`
         self._completing = asyncio.Lock()
+        self._saving = asyncio.Lock()
         self._changed = asyncio.Event()
         self._save_soon = asyncio.Event()
         self._counts: Counter[str] = Counter()
@@ -229,6 +227,21 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         """For workers: renews the leases, and so saves unsaved results, before this is due."""
         self._save_soon.set()
 
+    async def save(self, held: Sequence[Held[LeaseT]]) -> Collection[int]:
+        """For workers: extends leases and saves unsaved results now. Returns the tokens of leases that are lost."""
+        return await asyncio.shield(self._save(held))  # else a call that goes on in its thread could save last
+
+    async def _save(self, held: Sequence[Held[LeaseT]]) -> Collection[int]:
+        async with self._saving:  # one after another: an older result may not replace a newer one
+            made = [one.unsaved for one in held]
+            partials = {one.lease.token: data for one in held if (data := one.take_unsaved()) is not None}
+            try:
+                return await asyncio.to_thread(self._source.renew, [one.lease for one in held], partials)
+            except _OUTAGES:  # nothing is known to be saved
+                for one, unsaved in zip(held, made, strict=True):
+                    one.unsaved = one.unsaved or unsaved
+                raise
+
     async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
         """For workers: saves unsaved results, then waits. Returns False if the lease was cancelled meanwhile."""
         await self._renew([held])
@@ -279,7 +292,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             held.settling = True
             self._changed.set()
             if isinstance(outcome, Release):
-                await self._release(held.lease, outcome, held.take_unsaved())
+                async with self._saving:  # else what is being saved could replace what is taken here
+                    partial = held.take_unsaved()
+                await self._release(held.lease, outcome, partial)
             elif outcome is not None:
                 accepted = await self._complete(held.lease, outcome)
                 self._counts["completed" if accepted else "refused"] += 1
@@ -343,9 +358,8 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         if not current:
             return
         await self._worker.collect_unsaved(current)
-        partials = {one.lease.token: data for one in current if (data := one.take_unsaved()) is not None}
         try:
-            lost = await asyncio.to_thread(self._source.renew, [one.lease for one in current], partials)
+            lost = await self.save(current)
         except _OUTAGES as error:
             await self._wait_out(error)
             return
@@ -378,11 +392,6 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             self._worker.interrupt()
             if tasks := [one.task for one in held if one.task is not None]:
                 await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
-
-
-async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
-    """Runs the call in a daemon thread: one that hangs keeps no process from ending. Cancelling does not end it."""
-    return await asyncio.wrap_future(in_thread("lease-work", contextvars.copy_context().run, call, *arguments))
 
 
 def pause_after(attempts: int) -> float:

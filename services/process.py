@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import ctypes
 import fcntl
 import gc
@@ -115,6 +117,11 @@ def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> F
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
+    """As `in_thread`, in the context of the caller."""
+    return await asyncio.wrap_future(in_thread("lease-work", contextvars.copy_context().run, call, *arguments))
 
 
 class Repeated:

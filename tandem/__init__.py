@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tandem.protos.contracts import (
+        Agent,
         Environment,
         Observation,
         Score,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         StepResult,
         Unscored,
         parallel_tool,
+        tool_effect,
     )
     from tandem.protos.errors import TandemError, UserError
     from tandem.reward.contracts import Scorer
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from tandem.trainer.policy_losses.options import LossOptions
 
 __all__ = [
+    "Agent",
     "AsyncRewardClient",
     "Environment",
     "Estimate",
@@ -53,11 +56,13 @@ __all__ = [
     "Unscored",
     "UserError",
     "parallel_tool",
+    "tool_effect",
 ]
 
 _MODULES = {
     "protos.contracts": (
-        "Environment Observation Score ScoreItem Scored SnapshotEnvironment StepResult Unscored parallel_tool"
+        "Agent Environment Observation Score ScoreItem Scored SnapshotEnvironment StepResult Unscored "
+        "parallel_tool tool_effect"
     ),
     "protos.errors": "TandemError UserError",
     "reward.contracts": "Scorer",

@@ -167,7 +167,7 @@ class AlgorithmConfig(Options):
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the entropy bonus, per nat and token; 0 disables it."""
     critic: CriticConfig = CriticConfig()
-    """The value model; only the advantage `gae` uses one."""
+    """The value model; only the advantages `gae` and `turn_gae` use one."""
     selection: SelectionOptions = SelectionOptions()
     """Selection and weighting of groups, rows and tokens."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem.protos.error_text import did_you_mean
 from tandem.protos.options import Options
@@ -90,7 +90,11 @@ class TrainerConfig(AlgorithmConfig):
     gradient_clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
     optimizer_steps_per_batch: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps per batch, which is split by group."""
+    """Optimizer steps per epoch of a batch, which is split by group."""
+    epochs_per_batch: Annotated[int, Field(ge=1)] = 1
+    """How often a batch is trained before its version is published (verl's ppo_epochs). Every epoch takes the same
+    optimizer steps in the same order; advantages and proximal log-probs stay those of the batch's start.
+    """
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Maximum number of tokens (padding included) of one forward pass on one rank."""
     packing: Literal["auto", "padded", "flat", "shared"] = "auto"
@@ -118,6 +122,15 @@ class TrainerConfig(AlgorithmConfig):
     """Deadline of every collective between ranks."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """gRPC port of rank 0; 0 picks a free one."""
+
+    @model_validator(mode="after")
+    def _loss_fits_epochs(self) -> TrainerConfig:
+        if self.epochs_per_batch > 1 and self.loss.name == "reinforce" and not self.correction.needs_ratio_free_loss:
+            raise ValueError(
+                f"epochs_per_batch is {self.epochs_per_batch}, but loss reinforce ignores how far the policy has moved "
+                "since the batch began: take another loss, a bypassed correction with weights, or 1 epoch"
+            )
+        return self
 
     @property
     def resolved_zero_stage(self) -> int:

@@ -150,22 +150,22 @@ class Learner(Rank):
         objective = self._objective(batch, layout, start, targets, len(steps))
         norms, critic_norms = self._take_steps(objective, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
-        figures = objective.sums.reduce()
+        figures = objective.sums.reduce(self._config.epochs_per_batch)
         metrics = {
             **figures,
             **targets.figures,
             "loss": figures["loss"] / len(steps),
             "grad_norm": _mean(norms),
             "learning_rate": rate,
-            "skipped_steps": 0 if warms_up else len(steps) - len(norms),
-            "num_micro_batches": sum(batch.num_micro_batches),
+            "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),
             **packing_metrics(batch),
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
         }
         if self._critic is not None:
-            metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": len(steps) - len(critic_norms)}
+            skipped = objective.total_steps - len(critic_norms)
+            metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": skipped}
         # JSON holds no other values; `skipped_steps` already reports gradients that are not finite.
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         advantages = _mean_advantages(layout, targets.advantages_N)
@@ -192,6 +192,7 @@ class Learner(Rank):
             targets,
             policy_version=batch.policy_version,
             num_steps=num_steps,
+            num_epochs=self._config.epochs_per_batch,
             coefficients=self._coefficients,
             max_response_tokens=self._max_response_tokens,
             seed=self._batch_seed(batch),
@@ -214,20 +215,22 @@ class Learner(Rank):
         rate: float | None,
         before_step: Callable[[], None],
     ) -> tuple[list[float], list[float]]:
-        """Takes the optimizer steps, only the critic's without a `rate`. Returns the gradient norms of the policy's and
-        of the critic's steps, without skipped ones.
+        """Takes the optimizer steps of all epochs, only the critic's without a `rate`. Returns the gradient norms of
+        the policy's and of the critic's steps, without skipped ones.
         """
         norms: list[float | None] = []
         critic_norms: list[float | None] = []
         every_step = needs_every_step(self._config)
         entropy = self._config.entropy_coefficient > 0
-        for step, micro_batches in enumerate(steps):
+        for taken in range(objective.total_steps):
+            step = taken % len(steps)
+            micro_batches = steps[step]
             current_N = None
             if every_step:
                 with torch.no_grad():
                     logprobs = [token_logprobs(self._engine, one) for one in micro_batches]
                 current_N = layout.gather({(step, n): one for n, one in enumerate(logprobs)}, device=self.device)
-            plan = objective.begin_step(step, current_N)
+            plan = objective.begin_step(taken, current_N)
             for number, micro_batch in enumerate(micro_batches):
                 if rate is not None:
                     outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)

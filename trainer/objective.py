@@ -43,6 +43,9 @@ class _Step:
     """Columns of one optimizer step, (N,) on the CPU; only the values at the step's own tokens are defined."""
 
     number: int
+    """The number of the planned step."""
+    taken: int
+    """The number of the batch's optimizer steps before this one."""
     shares_N: Tensor
     keep_N: Tensor
     """bool: whether the token is trained, as far as this is decided on the whole batch."""
@@ -63,6 +66,8 @@ class BatchObjective:
     _: KW_ONLY
     policy_version: int
     num_steps: int
+    """Optimizer steps of an epoch."""
+    num_epochs: int
     coefficients: KlCoefficients
     max_response_tokens: int
     seed: int
@@ -73,22 +78,30 @@ class BatchObjective:
     def __post_init__(self) -> None:
         self.sums = BatchSums(self.config.correction, self.device)
 
-    def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
-        """The columns shared by the step's micro-batches; `current_N` if `needs_every_step`."""
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all epochs."""
+        return self.num_steps * self.num_epochs
+
+    def begin_step(self, taken: int, current_N: Tensor | None) -> _Step:
+        """The columns shared by the micro-batches of the step after `taken` optimizer steps on this batch; `current_N`
+        if `needs_every_step`.
+        """
         layout, correction = self.layout, self.config.correction
+        step = taken % self.num_steps
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
         weights_N = None
         if correction.needs_whole_batch:
-            corrected = self._correct_step(step, places, lengths_S, current_N)
+            corrected = self._correct_step(places, lengths_S, current_N)
             keep_N[places] = corrected.keep_N
             weights_N = torch.ones(layout.num_tokens)
             weights_N[places] = corrected.weights_N.float()
         keep_N &= (self.targets.counts_R > 0).repeat_interleave(layout.lengths_R)
         if self.start.finite_N is not None:
             keep_N &= self.start.finite_N
-        chosen_N = self._choose(step, keep_N, weights_N, current_N)
-        return _Step(step, self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
+        chosen_N = self._choose(step, taken, keep_N, weights_N, current_N)
+        return _Step(step, taken, self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
     def policy_loss(self, plan: _Step, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
         """The part of micro-batch `number` in the step's loss; gradient flows through `outputs`."""
@@ -132,7 +145,7 @@ class BatchObjective:
         """(the micro-batch's tokens, mask of the kept ones). Corrects them unless the whole batch was corrected."""
         correction, behavior_M = self.config.correction, batch.behavior_logprobs_N
         tokens, numerator_M = self._unweighted(
-            plan.number, part, current_M, behavior_M, batch.versions_N, batch.lengths_B
+            plan.taken, part, current_M, behavior_M, batch.versions_N, batch.lengths_B
         )
         keep_M = part(plan.keep_N)
         if plan.weights_N is None:
@@ -147,7 +160,7 @@ class BatchObjective:
         return replace(tokens, behavior_weights_N=weights_M, chosen_N=chosen_M), keep_M
 
     def _unweighted(
-        self, step: int, part: _Part, current_N: Tensor, behavior_N: Tensor, versions_N: Tensor, lengths_B: Tensor
+        self, taken: int, part: _Part, current_N: Tensor, behavior_N: Tensor, versions_N: Tensor, lengths_B: Tensor
     ) -> tuple[LossTokens, Tensor]:
         """(some tokens of the batch with behavior weights of 1, their proximal log-probs for `correct`)."""
         proximal_N, numerator_N = proximal_logprobs(
@@ -157,7 +170,7 @@ class BatchObjective:
             recomputed_N=None if self.start.proximal_N is None else part(self.start.proximal_N),
             versions_N=versions_N,
             batch_version=self.policy_version,
-            progress=step / self.num_steps,
+            progress=taken / self.total_steps,
         )
         columns = current_N, proximal_N, behavior_N, part(self.targets.advantages_N)
         return LossTokens(*columns, torch.ones_like(behavior_N), lengths_B), numerator_N
@@ -173,7 +186,7 @@ class BatchObjective:
         self.sums.add_value(loss, terms.marks["clipped"])
         return loss
 
-    def _correct_step(self, step: int, places: Tensor, lengths_S: Tensor, current_N: Tensor | None) -> Corrected:
+    def _correct_step(self, places: Tensor, lengths_S: Tensor, current_N: Tensor | None) -> Corrected:
         """Corrects all tokens of the step at once, on every rank."""
         correction, start = self.config.correction, self.start
         numerator_N = current_N if correction.proximal == "bypassed" else start.proximal_N
@@ -188,7 +201,9 @@ class BatchObjective:
             self.sums.add_correction(correction_sums(corrected, *arguments, staleness, correction))
         return corrected
 
-    def _choose(self, step: int, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None) -> Tensor | None:
+    def _choose(
+        self, step: int, taken: int, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None
+    ) -> Tensor | None:
         """Applies the loss's selection to the step's kept tokens."""
         select = find_loss(self.config.loss.name).select
         if select is None:
@@ -203,11 +218,11 @@ class BatchObjective:
             return column_N[places]
 
         columns = part(current_N), part(start.behavior_N), part(start.versions_N)
-        tokens, _ = self._unweighted(step, part, *columns, kept_S)
+        tokens, _ = self._unweighted(taken, part, *columns, kept_S)
         if weights_N is not None:
             tokens = replace(tokens, behavior_weights_N=part(weights_N))
         chosen_N = torch.zeros(self.layout.num_tokens, dtype=torch.bool)
-        chosen_N[places] = select(tokens, self.config.loss, seed=self.seed + step)
+        chosen_N[places] = select(tokens, self.config.loss, seed=self.seed + taken)
         return chosen_N
 
     def _shares(self, step: int, keep_N: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def _within(path: str, binds: Sequence[tuple[str, str]]) -> bool:
 def _package_binds(package: str) -> list[tuple[str, str]]:
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not (spec.origin or spec.submodule_search_locations):
-        raise ScorerError(f"packages: {package} is not installed where the scorer runs")
+        raise ScorerError(f"packages: {package} is not installed where the sandbox runs")
     places = [Path(place) for place in spec.submodule_search_locations or [str(spec.origin)]]
     libraries = places[0].parent / f"{package}.libs"  # shared libraries of a wheel
     if libraries.is_dir():

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from tandem.protos.contracts import Environment, JsonObject, Observation, StepResult
-from tandem.rollout.environments.inside import MAX_LINE_BYTES, checked_messages, load_class, result_fields
+from tandem.rollout.environments.inside import MAX_LINE_BYTES, checked_messages, is_agent, load_class, result_fields
 from tandem.rollout.environments.loading import ContractError, described
 
 Returned = TypeVar("Returned")
+_NOT_COMPARED = ("info", "tool_outcomes")  # they may have times
 
 
 class CheckError(Exception):
@@ -54,6 +55,8 @@ class CheckedClass:
             self._class = load_class(request["path"])
         except Exception as error:
             raise CheckError(described(error)) from None
+        if is_agent(self._class):
+            raise CheckError("the class is an agent: it has `run`, and no steps that can be checked")
 
     def create(self) -> Environment:
         """An object of the class."""
@@ -80,7 +83,8 @@ class CheckedClass:
 
 
 class Episode:
-    """An episode of the class, with its observations: first that of `reset`, then one a step, both without `info`.
+    """An episode of the class, with its observations: first that of `reset`, then one a step, without what may
+    differ.
 
     Its actions begin with the one at `first_action`, and go round.
     """
@@ -138,7 +142,7 @@ class Episode:
                 raise ContractError(f"{what} returned more than {MAX_LINE_BYTES >> 10} KiB")
         except Exception as error:
             raise CheckError(f"the result of {what}: {described(error)}") from None
-        self.observations.append({name: value for name, value in json.loads(text).items() if name != "info"})
+        self.observations.append({name: value for name, value in json.loads(text).items() if name not in _NOT_COMPARED})
 
 
 async def played(checked: CheckedClass, seed: int = 0, first_action: int = 0) -> list[JsonObject]:

@@ -17,24 +17,35 @@ class EnvironmentConfig(Options):
     """
 
     path: str = ""
-    """Class of the environment (`tandem.Environment`): `module.path:Class` or `file.py:Class`. Empty: one answer a
-    prompt, without an environment.
+    """Class of the environment, as `module.path:Class` or `file.py:Class`: a `tandem.Environment`, a `tandem.Agent`
+    (docs/agents.md), or one of another library (docs/environments.md), for which a function that returns environments
+    works, too. Empty: one answer a prompt, without an environment.
     """
     arguments: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class or function."""
     tools: tuple[str, ...] = ()
     """Tools that the policy may call, in place of `path`: Python functions as `file.py:function` or
-    `module.path:function`, and verl's YAML files (docs/tools.md). `arguments` may set their limits.
+    `module.path:function`, verl's YAML files, the JSON files of MCP servers, and `python`, which runs programs in the
+    sandbox (docs/tools.md). `arguments` may set their limits.
     """
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic"] = "auto"
     """How the policy writes calls, by the name of vLLM's parser; "auto": as the chat template says."""
+    rewritten_history: Literal["keep", "fork"] = "keep"
+    """Where the chat template leaves out or changes earlier turns, such as their thoughts: "keep" samples the next turn
+    after the tokens as they were sampled; "fork" after what the template renders, as a new segment of the trajectory.
+    Calls of an agent that change what was said are refused with "keep", and begin a segment with "fork".
+    """
     variables: tuple[str, ...] = ()
     """Names of environment variables that its process sees besides the usual ones, such as `PATH` and `HF_HOME`
     (docs/security.md), e.g. the key of an API.
     """
+    service: bool = False
+    """Run environments in services of their own (`tandem serve environments`), which samplers find in the registry,
+    instead of beside each sampler. `tandem run` starts one.
+    """
     num_processes: Annotated[int, Field(ge=1)] = 1
-    """Processes of each sampler that run environments. One that blocks delays the others
-    of its process or, past step_seconds, makes them start again.
+    """Processes of each sampler, or of each environment service, that run environments. One that blocks delays the
+    others of its process or, past step_seconds, makes them start again.
     """
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Turns of the policy; an episode that has not ended by then is cut off."""
@@ -43,9 +54,14 @@ class EnvironmentConfig(Options):
     rollout.max_response_tokens bounds all tokens after the first prompt, the environment's included.
     """
     step_seconds: Annotated[float, Field(gt=0.0)] = 30.0
-    """Longest time for the start of an episode or one step."""
+    """Longest time for the start of an episode or one step, or for an agent between two answers of the policy."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""
+
+    @property
+    def run_by(self) -> Literal["rollout", "environments"]:
+        """The kind of service that has the environments' processes."""
+        return "environments" if self.service else "rollout"
 
     @model_validator(mode="before")
     @classmethod

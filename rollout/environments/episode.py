@@ -22,11 +22,20 @@ from numpy.typing import NDArray
 from tandem.protos.contracts import Environment, Message, SnapshotEnvironment, StepResult
 from tandem.protos.errors import EpisodeError, UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters, Trajectory, task_of
+from tandem.rollout.environments.chat_messages import for_template
 from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.rollout.environments.intents import (
+    Save,
+    UnrepeatableError,
+    calls_one_of,
+    check_repeatable,
+    unscored_row,
+)
 from tandem.rollout.environments.journal import Episode, saved_episode, unfinished_row
-from tandem.rollout.environments.process import EnvironmentPool
+from tandem.rollout.environments.source import EnvironmentSource
+from tandem.rollout.environments.tools.outcomes import ToolFigures
 from tandem.rollout.sampler import Sampler
-from tandem.rollout.segments import first_tokens, unsampled, with_given
+from tandem.rollout.segments import unsampled, with_given
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +65,12 @@ class TurnEncoder(Protocol):
         """Token ids (T,) from the end of the policy's turn, whose last token is given, to the start of its next one."""
         ...
 
+    def encode_increment(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """What the template puts after the text of token ids (T,) in its rendering of the whole conversation, as token
+        ids; None if the rendering does not begin with that text, white space aside.
+        """
+        ...
+
     def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
         """The policy's message of a complete turn with token ids (T,), with its tool calls as `tool_calls`."""
         ...
@@ -68,16 +83,19 @@ class EpisodeFigures:
     resumed_episodes: int = 0
     differing_episodes: int = 0
     """Their environment, made to repeat what it had done, showed something else: they began anew."""
+    unscored_episodes: int = 0
+    """They called an unsafe tool and could not go on, or their agent sampled nothing."""
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class RunningEpisode:
     """A trajectory that is wanted. `episode` is what the next attempt goes on with; None: it begins anew."""
 
     prompt: Prompt
     sampling: SamplingParameters
     trajectory_id: int
     on_change: Callable[[], None]
+    save: Save | None
     episode: Episode | None = None
 
     @property
@@ -92,15 +110,16 @@ class EpisodeSampler:
     """
 
     def __init__(
-        self, sampler: Sampler, pool: EnvironmentPool, encoder: TurnEncoder, config: EnvironmentConfig, seed: int
+        self, sampler: Sampler, pool: EnvironmentSource, encoder: TurnEncoder, config: EnvironmentConfig, seed: int
     ) -> None:
         self.figures = EpisodeFigures()
+        self.tools = ToolFigures(schema["function"]["name"] for schema in pool.tools)
         self._sampler = sampler
         self._pool = pool
         self._encoder = encoder
         self._config = config
         self._seed = seed
-        self._saved: set[_Running] = set()
+        self._saved: set[RunningEpisode] = set()
 
     async def sample(
         self,
@@ -110,16 +129,20 @@ class EpisodeSampler:
         *,
         unfinished: Trajectory | None = None,
         on_change: Callable[[], None] | None = None,
+        save: Save | None = None,
     ) -> Trajectory:
         """One trajectory. An `unfinished` one, from `unfinished` of any sampler, goes on if its environment can.
-        `on_change` is called whenever `unfinished` has more of it, which it has only with an `on_change`.
+        `on_change` is called whenever `unfinished` has more of it, which it has only with an `on_change`. Unsafe tools
+        are called only with a `save`, whose errors are raised; an episode that cannot go on after that is returned with
+        finish reason "error".
 
         Raises EpisodeError if every attempt failed because of the environment, DataError if the prompt cannot be used,
         UnavailableError once the engine has ended.
         """
-        running = _Running(prompt, sampling, trajectory_id, on_change or (lambda: None))
-        if unfinished is not None and self._pool.resume != "restart":
-            running.episode = saved_episode(unfinished, prompt)
+        running = RunningEpisode(prompt, sampling, trajectory_id, on_change or (lambda: None), save)
+        if unfinished is not None:
+            saved = saved_episode(unfinished, prompt)
+            running.episode = saved if self._pool.resume != "restart" or saved.intents else None
         if on_change is not None:
             self._saved.add(running)
         try:
@@ -131,6 +154,12 @@ class EpisodeSampler:
                     log.warning("episode %s, attempt %d of %d: %s", *words, extra={"group": prompt.group_id})
                 await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS))
             return await self._attempt(running)
+        except (EpisodeError, UnrepeatableError) as error:
+            if (lost := running.episode) is None or not lost.intents:
+                raise
+            self.figures.unscored_episodes += 1
+            log.warning("episode %s gets no score: %s", running.name, error, extra={"group": prompt.group_id})
+            return unscored_row(lost, prompt, sampling, trajectory_id, str(error))
         finally:
             self._saved.discard(running)
 
@@ -149,12 +178,16 @@ class EpisodeSampler:
                 rows[one.prompt.group_id, one.trajectory_id] = row
         return rows
 
-    async def _attempt(self, running: _Running) -> Trajectory:
+    async def _attempt(self, running: RunningEpisode) -> Trajectory:
         if (episode := running.episode) is not None:
+            check_repeatable(episode, self._pool.resume)
             async with self._opened(episode.episode_id) as environment:
-                running.episode = None  # if it does not get back to its turn, the next attempt begins anew
+                if not episode.intents:
+                    running.episode = None  # if it does not get back to its turn, the next attempt begins anew
                 if await self._go_back(environment, episode, running):
                     return await self._play(environment, episode, running)
+                if episode.intents:
+                    raise UnrepeatableError("its environment cannot go on, and an unsafe tool was called")
         episode_id = f"{running.name}/{uuid.uuid4().hex}"
         async with self._opened(episode_id) as environment:
             episode = await self._begin(environment, running.prompt, episode_id)
@@ -179,13 +212,12 @@ class EpisodeSampler:
         return episode
 
     def _seed_of(self, prompt: Prompt) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{prompt.group_id}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "little") >> 1  # numpy's and gym's seeds have 31 bits
+        return environment_seed(self._seed, prompt.group_id)
 
     async def _snapshot(self, environment: SnapshotEnvironment) -> bytes | None:
         return await environment.snapshot() if self._pool.resume == "snapshot" else None
 
-    async def _go_back(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> bool:
+    async def _go_back(self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode) -> bool:
         """Brings a new environment to where the episode is. Returns False if it cannot or shows something else."""
         how, words = self._pool.resume, (running.name, len(episode.rewards))
         if how == "replay" and not await self._repeats(environment, episode, running.prompt):
@@ -219,9 +251,11 @@ class EpisodeSampler:
     async def _step(self, environment: Environment, episode: Episode, turn: int) -> StepResult:
         deadline = time.time() + self._config.step_seconds
         key = episode.idempotency_key(turn)
-        return await environment.step(episode.action(turn), deadline=deadline, idempotency_key=key)
+        result = await environment.step(episode.action(turn), deadline=deadline, idempotency_key=key)
+        self.tools.add(result.tool_outcomes)
+        return result
 
-    async def _play(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> Trajectory:
+    async def _play(self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode) -> Trajectory:
         """Plays the episode to its end."""
         if self._pool.resume != "restart":
             running.episode = episode
@@ -231,13 +265,15 @@ class EpisodeSampler:
         running.episode = None  # it has ended
         return self._trajectory(episode, stop, running.sampling, running.trajectory_id)
 
-    async def _advance(self, environment: SnapshotEnvironment, episode: Episode, running: _Running) -> Stop | None:
+    async def _advance(
+        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode
+    ) -> Stop | None:
         """Samples or answers a turn. Returns why the episode ends, None if it goes on."""
         if episode.awaits_answer:
-            return await self._answer_turn(environment, episode)
+            return await self._answer_turn(environment, episode, running)
         return await self._sample_turn(episode, running)
 
-    async def _sample_turn(self, episode: Episode, running: _Running) -> Stop | None:
+    async def _sample_turn(self, episode: Episode, running: RunningEpisode) -> Stop | None:
         turn, left = len(episode.turns), self._tokens_left(episode, running.sampling)
         begins_at = len(episode.history.ids)
         if turn == self._config.max_turns:
@@ -264,13 +300,26 @@ class EpisodeSampler:
         episode.messages.append(self._encoder.decode_turn(episode.history.ids[begins_at:], row.text, turn))
         return None
 
-    async def _answer_turn(self, environment: SnapshotEnvironment, episode: Episode) -> Stop | None:
+    async def _save_intent(self, episode: Episode, running: RunningEpisode) -> None:
+        """Before a turn with calls of unsafe tools is carried out."""
+        turn = len(episode.rewards)
+        if running.save is None:
+            raise EpisodeError(f"turn {turn} of {running.name} calls an unsafe tool, and the episode is not saved")
+        episode.intents.append(turn)
+        running.episode = episode
+        await running.save(unfinished_row(episode, running.prompt, running.sampling, running.trajectory_id, None))
+
+    async def _answer_turn(
+        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode
+    ) -> Stop | None:
+        if calls_one_of(episode.action(len(episode.rewards)), self._pool.unsafe_tools):
+            await self._save_intent(episode, running)
         result = await self._step(environment, episode, len(episode.rewards))
-        has_ended, last = result.terminated or result.truncated, len(episode.history.ids) - 1
+        has_ended, last = result.terminated or result.truncated, episode.last_token
         if not has_ended:
-            reply = self._encoder.encode_reply(result.messages, int(episode.history.ids[last]))
-            episode.snapshot = await self._snapshot(environment)
-            episode.history = with_given(episode.history, reply)
+            snapshot = await self._snapshot(environment)
+            self._show(episode, result.messages)
+            episode.snapshot = snapshot
         episode.messages += result.messages
         episode.info = result.info
         episode.rewards.append((last, result.reward))
@@ -278,21 +327,34 @@ class EpisodeSampler:
             return "terminated" if result.terminated else "truncated"
         return None
 
+    def _show(self, episode: Episode, messages: Sequence[Message]) -> None:
+        """Puts the environment's messages before the next turn. Changes nothing if the template refuses them."""
+        ids = episode.history.ids
+        if self._config.rewritten_history == "keep":
+            episode.history = with_given(episode.history, self._encoder.encode_reply(messages, int(ids[-1])))
+            return
+        conversation = for_template([*episode.messages, *messages])
+        increment = self._encoder.encode_increment(conversation, ids)
+        if increment is None:
+            episode.fork(unsampled(self._encoder.encode(conversation)))
+        else:
+            episode.history = with_given(episode.history, increment)
+
     def _tokens_left(self, episode: Episode, sampling: SamplingParameters) -> int:
         in_model = self._sampler.max_model_tokens - len(episode.history.ids)
         return min(sampling.max_tokens - episode.num_tokens, in_model)
 
     def _trajectory(self, episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
-        """Given tokens after the last turn are left out."""
-        history = episode.history
-        length = len(history.ids) - int(history.loss_mask[::-1].argmax())
-        rewards = np.zeros(length, np.float32)
+        """What no turn has read is left out."""
+        segments = episode.segments()
+        ends = np.cumsum([len(segment.ids) for segment in segments])
+        rewards = np.zeros(ends[-1], np.float32)
         for last, reward in episode.rewards:
             rewards[last] = reward
         return Trajectory(
             trajectory_id,
             "policy",
-            (first_tokens(history, length),),
+            segments,
             "length" if stop == "length" else "stop",
             "\n".join(episode.turns),
             sampling,
@@ -304,10 +366,20 @@ class EpisodeSampler:
                 "info": episode.info,
                 "resumed_at": episode.resumed_at,
             },
-            token_rewards=(rewards,) if rewards.any() else None,
+            token_rewards=tuple(np.split(rewards, ends[:-1])) if rewards.any() else None,
         )
 
 
+def environment_seed(run_seed: int, group_id: str) -> int:
+    """The seed of the environments of a group."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1  # numpy's and gym's seeds have 31 bits
+
+
+def turn_key(group_id: str, turn: int) -> str:
+    """The sampler's key of a turn, counted from 0."""
+    return f"{group_id}/{turn}"
+
+
 def _turn_key(prompt: Prompt, episode: Episode) -> str:
-    """The sampler's key of the next turn."""
-    return f"{prompt.group_id}/{len(episode.turns)}"
+    return turn_key(prompt.group_id, len(episode.turns))

@@ -20,6 +20,7 @@ from typing import TextIO, cast, get_args
 
 from tandem.protos.contracts import (
     MAX_SNAPSHOT_BYTES,
+    Agent,
     Environment,
     JsonObject,
     Message,
@@ -27,19 +28,29 @@ from tandem.protos.contracts import (
     Resume,
     SnapshotEnvironment,
     StepResult,
+    ToolOutcome,
 )
+from tandem.rollout.environments.adapters.recognition import is_foreign
 from tandem.rollout.environments.loading import ContractError, described, load_module
 
 MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
 
 
 def load_class(path: str) -> Callable[..., Environment]:
-    """The class at `module.path:Class` or `file.py:Class`. Raises ContractError if there is none."""
+    """What makes environments at `module.path:Class` or `file.py:Class`: a class of them, of agents (`is_agent`), or of
+    another library, or a function. Raises ContractError if there is none.
+    """
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise ContractError(f"{path!r} names no class; write module.path:Class or path/to/file.py:Class")
     module = load_module(place, path)
     found = getattr(module, name, None)
+    if is_agent(found):
+        return cast("Callable[..., Environment]", found)
+    if is_foreign(found):
+        from tandem.rollout.environments.adapters.choice import ForeignClass  # with pydantic and jsonschema
+
+        return ForeignClass(path, found)
     if not isinstance(found, type):
         raise ContractError(f"{path}: {place} has no class {name}")
     _check_methods(path, found, "reset", "step", "close")
@@ -51,9 +62,28 @@ def load_class(path: str) -> Callable[..., Environment]:
     return found
 
 
-def resume_mode(environment: Callable[..., Environment]) -> Resume:
-    """How an interrupted episode of the class goes on."""
+def is_agent(found: object) -> bool:
+    """Whether the class is a `tandem.Agent`: it runs its episodes itself."""
+    return isinstance(found, type) and callable(getattr(found, "run", None)) and not hasattr(found, "reset")
+
+
+def resume_mode(environment: Environment | Callable[..., Environment]) -> Resume:
+    """How an interrupted episode of the class goes on. An object may have another mode than its class."""
     return cast("Resume", getattr(environment, "resume", "restart"))
+
+
+def _unsafe_tools(path: str, environment: Environment) -> list[str]:
+    """The tools whose calls may not be repeated."""
+    names = list(getattr(environment, "unsafe_tools", ()))
+    if not all(isinstance(name, str) for name in names):
+        raise ContractError(f"{path}: unsafe_tools is {names!r:.80}; it must be a list of names of tools")
+    shown = [schema["function"]["name"] for schema in _tool_schemas(path, environment)]
+    if hidden := [name for name in names if name not in shown or is_agent(type(environment))]:
+        seen = "only calls of tools in its tool_schemas are seen, and none of an agent's"
+        raise ContractError(f"{path}: unsafe_tools names {hidden[0]}, but {seen}")
+    if names and resume_mode(environment) == "replay":
+        raise ContractError(f"{path}: resume = 'replay' would call {names[0]} again, which is in unsafe_tools")
+    return names
 
 
 def _check_methods(path: str, found: type, *methods: str) -> None:
@@ -87,13 +117,27 @@ class _Episodes:
                 environment = self._open[episode_id] = self._create()
                 await cast("SnapshotEnvironment", environment).restore(b64decode(message["state"]))
                 return {}
+            case "run":
+                environment = self._open[episode_id] = self._create()
+                return await _run(cast("Agent", environment), message)
             case "close":
-                if (closing := self._open.pop(episode_id, None)) is not None:
+                closing = self._open.pop(episode_id, None)
+                if closing is not None and hasattr(closing, "close"):  # an agent need not have it
                     await closing.close()
                 return {}
             case "ping":
                 return {}
         raise AssertionError(f"unknown call {message['do']!r}")
+
+
+async def _run(agent: Agent, message: JsonObject) -> JsonObject:
+    """The fields of an `AgentResult`. What the agent raises is one, for its calls may have been refused."""
+    try:
+        result: object = await agent.run(message["data"], base_url=message["base_url"], api_key=message["api_key"])
+        info = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        return {"reward": _checked_reward(info.pop("reward", None), "run"), "info": info}
+    except Exception as error:  # user code
+        return {"error_of_run": described(error)}
 
 
 async def checked_snapshot(environment: Environment) -> bytes:
@@ -109,13 +153,27 @@ async def checked_snapshot(environment: Environment) -> bytes:
 def result_fields(result: StepResult) -> JsonObject:
     """What `step` returned, for JSON. Raises ContractError if the contract does not allow it."""
     messages = checked_messages(result, StepResult)
-    reward, ended = result.reward, result.terminated or result.truncated
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ContractError(f"step returned the reward {reward!r:.80}, which is no finite number")
+    reward, ended = _checked_reward(result.reward, "step"), result.terminated or result.truncated
     if not messages and not ended:
         raise ContractError("step returned no messages although the episode goes on")
     ends = {"terminated": bool(result.terminated), "truncated": bool(result.truncated)}
-    return {"messages": messages, "reward": float(reward), **ends, "info": dict(result.info)}
+    seen = {"info": dict(result.info), "tool_outcomes": [_checked_outcome(one) for one in result.tool_outcomes]}
+    return {"messages": messages, "reward": reward, **ends, **seen}
+
+
+def _checked_outcome(found: object) -> ToolOutcome:
+    if isinstance(found, Mapping):
+        tool, outcome, seconds = (found.get(name) for name in ("tool", "outcome", "seconds"))
+        is_time = isinstance(seconds, int | float) and math.isfinite(seconds) and seconds >= 0.0
+        if isinstance(tool, str) and isinstance(outcome, str) and (seconds is None or is_time):
+            return {"tool": tool, "outcome": outcome, "seconds": seconds}
+    raise ContractError(f"step returned the tool outcome {found!r:.80}; it needs tool, outcome and seconds")
+
+
+def _checked_reward(reward: object, method: str) -> float:
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ContractError(f"{method} returned the reward {reward!r:.80}, which is no finite number")
+    return float(reward)
 
 
 def checked_messages(result: object, expected: type[Observation] | type[StepResult]) -> list[Message]:
@@ -182,6 +240,12 @@ def taken_pipes() -> tuple[TextIO, TextIO]:
     return calls, reply
 
 
+def _reach_this_machine_directly() -> None:
+    """An agent calls the policy on this machine, also where other addresses are reached by an HTTP proxy."""
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+
+
 def main() -> None:
     """Builds the class named by the first line of standard input, then serves its episodes."""
     calls, reply = taken_pipes()
@@ -190,13 +254,22 @@ def main() -> None:
         return
     try:
         chosen = load_class(start["path"])
-        schemas = _tool_schemas(start["path"], chosen(**start["arguments"]))
-        ready = json.dumps({"resume": resume_mode(chosen), "tools": schemas}, allow_nan=False)
+        if is_agent(chosen):
+            _reach_this_machine_directly()
+        first = chosen(**start["arguments"])
+        offered = {"tools": _tool_schemas(start["path"], first), "unsafe_tools": _unsafe_tools(start["path"], first)}
+        mode = resume_mode(first if hasattr(first, "resume") else chosen)
+        if mode not in get_args(Resume):
+            raise ContractError(f"{start['path']}: its resume is {mode!r:.80}")
+        if mode == "snapshot":
+            _check_methods(start["path"], type(first), "snapshot", "restore")
+        ready = {"resume": mode, "is_agent": is_agent(chosen), **offered}
+        first_line = json.dumps(ready, allow_nan=False)
     except Exception as error:
         text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"
         reply.write(json.dumps({"error": text}) + "\n")
         return
-    reply.write(ready + "\n")
+    reply.write(first_line + "\n")
     reply.flush()
     asyncio.run(_serve(lambda: chosen(**start["arguments"]), calls, reply))
 

@@ -10,12 +10,12 @@ import hashlib
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tandem.protos.contracts import JsonObject, Message
 from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory
-from tandem.rollout.segments import first_tokens
+from tandem.rollout.segments import first_tokens, without_unread
 
 _KEY = "episode"  # of the metadata of an unfinished trajectory
 
@@ -26,17 +26,21 @@ class Episode:
 
     episode_id: str
     history: Segment
-    """All tokens before the next turn; up to the end of the last turn while the environment has not answered it."""
+    """All tokens before the next turn; up to the end of the last turn while the environment has not answered it. After
+    a fork, those of the present segment.
+    """
     messages: list[Message]
     """The whole conversation."""
     num_given: int
     """Tokens before the first turn."""
+    earlier: list[Segment] = field(default_factory=list)
+    """Segments that ended in a fork, each up to its last sampled token."""
     actions: list[int] = field(default_factory=list)
     """Where in `messages` the policy's are."""
     turns: list[str] = field(default_factory=list)
     """The texts of the policy's turns."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """Of each answered turn: index of its last token, and what it earned."""
+    """Of each answered turn: index of its last token, counted over all segments, and what it earned."""
     info: JsonObject = field(default_factory=dict)
     """Of the last step."""
     snapshot: bytes | None = None
@@ -46,15 +50,36 @@ class Episode:
     resumed_at: list[int] = field(default_factory=list)
     """Where the episode went on after an interruption: the number of turns that were answered before."""
 
+    intents: list[int] = field(default_factory=list)
+    """Turns that call an unsafe tool. Each is here before its call is made."""
+
     @property
     def num_tokens(self) -> int:
-        """Tokens since the first turn began, the environment's included."""
-        return len(self.history.ids) - self.num_given
+        """The larger of two numbers: tokens since the first turn began, the environment's included; and all sampled
+        tokens, of which a fork may have left out some.
+        """
+        num_sampled = sum(segment.num_loss_tokens for segment in (*self.earlier, self.history))
+        return max(len(self.history.ids) - self.num_given, num_sampled)
+
+    @property
+    def last_token(self) -> int:
+        """Index of the last token so far, counted over all segments."""
+        return sum(len(segment.ids) for segment in self.earlier) + len(self.history.ids) - 1
 
     @property
     def awaits_answer(self) -> bool:
         """Whether the environment has yet to answer the last turn."""
         return len(self.turns) > len(self.rewards)
+
+    def fork(self, prompt: Segment) -> None:
+        """Goes on in a new segment, which begins with the given tokens of `prompt`."""
+        self.earlier.append(without_unread(self.history))
+        self.history = prompt
+
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments. Tokens that no turn of the policy has read are left out."""
+        last = (without_unread(self.history),) if self.history.num_loss_tokens else ()
+        return (*self.earlier, *last)
 
     def action(self, turn: int) -> Message:
         return self.messages[self.actions[turn]]
@@ -89,24 +114,28 @@ def unfinished_row(
         "info": episode.info,
         "snapshot": None if episode.snapshot is None else b64encode(episode.snapshot).decode(),
         "resumed_at": [*episode.resumed_at],
+        "intents": [*episode.intents],
     }
     segment = episode.history if begun is None else begun.segments[0]
-    return Trajectory(trajectory_id, "policy", (segment,), "abort", "", sampling, metadata={_KEY: saved})
+    segments = (*episode.earlier, segment)
+    return Trajectory(trajectory_id, "policy", segments, "abort", "", sampling, metadata={_KEY: saved})
 
 
 def saved_episode(row: Trajectory, prompt: Prompt) -> Episode:
     """The episode of an unfinished trajectory."""
-    saved, (segment,) = row.metadata[_KEY], row.segments
+    saved, (*earlier, segment) = row.metadata[_KEY], row.segments
     return Episode(
         episode_id=saved["episode_id"],
         history=first_tokens(segment, saved["num_tokens"]),
         messages=[*prompt.messages, *saved["messages"]],
         num_given=saved["num_given"],
+        earlier=earlier,
         actions=[*saved["actions"]],
         turns=[*saved["turns"]],
         rewards=[(last, reward) for last, reward in saved["rewards"]],
         info=saved["info"],
         snapshot=None if saved["snapshot"] is None else b64decode(saved["snapshot"]),
-        begun=row if len(segment.ids) > saved["num_tokens"] else None,
+        begun=replace(row, segments=(segment,)) if len(segment.ids) > saved["num_tokens"] else None,
         resumed_at=[*saved["resumed_at"]],
+        intents=[*saved["intents"]],
     )

@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.protos.child_environment import child_environment
-from tandem.protos.contracts import JsonObject, Message, Observation, Resume, StepResult
+from tandem.protos.contracts import AgentResult, JsonObject, Message, Observation, Resume, StepResult
 from tandem.protos.errors import ConfigError, EpisodeError
 from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.rollout.environments.line_calls import LineCalls
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,13 @@ _DEAD = "the environments' process has ended; its last lines are in this log"
 class _Process:
     """One process and the calls that wait for its answers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, resume: Resume, tools: Sequence[JsonObject]) -> None:
-        self.resume = resume
-        self.tools = tools
+    def __init__(self, process: asyncio.subprocess.Process, started: JsonObject) -> None:
+        self.resume: Resume = started["resume"]
+        self.tools: Sequence[JsonObject] = started["tools"]
+        self.unsafe_tools: frozenset[str] = frozenset(started["unsafe_tools"])
+        self.is_agent: bool = started["is_agent"]
         self._process = process
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._calls = LineCalls(process)
 
     @classmethod
     async def start(cls, config: EnvironmentConfig) -> _Process:
@@ -61,53 +62,35 @@ class _Process:
             started = json.loads(line)
             if "error" in started:
                 raise ConfigError(f"environment.{'tools' if config.tools else 'path'}: {started['error']}")
+            if started["is_agent"] and config.service:
+                raise ConfigError("environment.service: an agent runs beside its sampler; leave service out")
         except BaseException as error:
             await end_process(process)
             if isinstance(error, TimeoutError | ConnectionError):
                 fault = f"its process did not start within {_START_SECONDS:.0f} s; see this log"
                 raise EpisodeError(f"environment.path {config.path}: {fault}") from None
             raise
-        return cls(process, started["resume"], started["tools"])
+        return cls(process, started)
 
     @property
     def is_dead(self) -> bool:
-        return self._process.returncode is not None or self._reading.done()
+        return self._process.returncode is not None or self._calls.reading.done()
 
-    async def call(self, seconds: float, **message: object) -> JsonObject:
-        """Raises EpisodeError if the environment raises or its process dies, TimeoutError after `seconds`."""
+    async def call(self, seconds: float | None, **message: object) -> JsonObject:
+        """Raises EpisodeError if the environment raises or its process dies, TimeoutError after `seconds`, if any."""
         if self.is_dead:
             raise EpisodeError(_DEAD)
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"call": number, **message}).encode() + b"\n")
-            async with asyncio.timeout(seconds):
-                reply: JsonObject = await answer
+            reply = await self._calls.call(seconds, **message)
         except ConnectionError:
             raise EpisodeError(_DEAD) from None
-        finally:
-            del self._waiting[number]
         if "error" in reply:
             raise EpisodeError(f"{message['do']}: {reply['error']}")
         return reply
 
     async def end(self) -> None:
-        self._reading.cancel()  # a process that it has started may still have its end of the pipe
+        self._calls.reading.cancel()  # a process that it has started may still have its end of the pipe
         await end_process(self._process)
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            while line := await self._process.stdout.readline():
-                reply = json.loads(line)
-                waiting = self._waiting.get(reply["call"])
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(reply)
-        finally:
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(EpisodeError(_DEAD))
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:
@@ -119,10 +102,13 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-async def check_class(config: EnvironmentConfig) -> None:
-    """Raises ConfigError if the class cannot be used, EpisodeError if its process does not start."""
+async def check_class(config: EnvironmentConfig) -> frozenset[str]:
+    """Returns the names of the unsafe tools. Raises ConfigError if the class cannot be used, EpisodeError if its
+    process does not start.
+    """
     process = await _Process.start(config)
     await process.end()
+    return process.unsafe_tools
 
 
 class RemoteEnvironment:
@@ -151,6 +137,14 @@ class RemoteEnvironment:
     async def restore(self, state: bytes) -> None:
         await self._call(self._seconds, do="restore", state=b64encode(state).decode())
 
+    async def run(self, data: JsonObject, *, base_url: str, api_key: str) -> AgentResult:
+        """Runs an agent, for which the caller sets the time; `end_if_blocked` is then to be called."""
+        named = {"data": dict(data), "base_url": base_url, "api_key": api_key}
+        reply = await self._process.call(None, episode_id=self._episode_id, do="run", **named)
+        if "error_of_run" in reply:
+            return AgentResult(error=reply["error_of_run"])
+        return AgentResult(reply["reward"], reply["info"])
+
     async def close(self) -> None:
         await self._call(_CLOSE_SECONDS, do="close")
 
@@ -158,10 +152,10 @@ class RemoteEnvironment:
         try:
             return await self._process.call(seconds, episode_id=self._episode_id, **message)
         except TimeoutError:
-            await self._end_if_blocked()
+            await self.end_if_blocked()
             raise EpisodeError(f"{message['do']} has not ended after {seconds:.3g} s") from None
 
-    async def _end_if_blocked(self) -> None:
+    async def end_if_blocked(self) -> None:
         """An environment that waits delays no other; one that blocks its process is ended with it."""
         try:
             await self._process.call(_GRACE_SECONDS, episode_id=self._episode_id, do="ping")
@@ -173,13 +167,16 @@ class RemoteEnvironment:
 class EnvironmentPool:
     """The processes of one sampler. One that has died is started again when its turn comes.
 
-    Known once it has started: `resume`, how interrupted episodes go on, and `tools`, the schemas of the tools that the
-    environment offers, in OpenAI's form.
+    Known once it has started: `resume`, how interrupted episodes go on; `tools`, the schemas of the tools that the
+    environment offers, in OpenAI's form; `unsafe_tools`, the names of those whose calls may not be repeated; and
+    `is_agent`, whether the class is a `tandem.Agent`.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.resume: Resume = "restart"
         self.tools: Sequence[JsonObject] = ()
+        self.unsafe_tools: Collection[str] = ()
+        self.is_agent = False
         self._config = config
         self._processes: list[_Process | None] = [None] * config.num_processes
         self._starting = [asyncio.Lock() for _ in range(config.num_processes)]
@@ -210,4 +207,6 @@ class EnvironmentPool:
                 process = self._processes[place] = await _Process.start(self._config)
                 self.resume = process.resume
                 self.tools = process.tools
+                self.unsafe_tools = process.unsafe_tools
+                self.is_agent = process.is_agent
             return process

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.rollout.sampler import TransferProgress, is_received
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, name_shared_memory
+from tandem.rollout.vllm.packed_embeddings import pack_embeddings_when_used
 from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def extend_engine_core() -> None:
         run(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # type: ignore[method-assign]
+    pack_embeddings_when_used()
     setattr(EngineCore, _EXTENDED, True)
 
 

@@ -89,7 +89,7 @@ class _Copies:
             copy.__dict__.update(module.__dict__)
             unpacked, _ = get_layerwise_info(module).restore_metadata  # as they were before vLLM packed them
             copy.__dict__["_parameters"] = {
-                name: parameter if parameter is None else self._empty(parameter, unpacked.get(name), copy)
+                name: parameter if parameter is None else self._empty(parameter, unpacked.get(name), module)
                 for name, parameter in module._parameters.items()
             }
             copy._buffers = {
@@ -108,7 +108,8 @@ class _Copies:
         empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         empty.__class__ = like.__class__
         for name, value in like.__dict__.items():
-            # A loader that is a method of the running module becomes one of its copy.
+            # vLLM's record of a parameter lacks the module of which its loader is a method. With the copy for it, each
+            # version would be a cycle, and stay in memory: the engine seldom collects garbage.
             empty.__dict__[name] = MethodType(value.__func__, owner) if isinstance(value, MethodType) else value
         self._parameters[id(parameter)] = empty
         return empty

@@ -223,7 +223,7 @@ def check_sandbox() -> Check:
 
     found = find_isolation()
     if found.name == "none":
-        detail = f"no isolation, so the code scorer refuses to run: {'; '.join(found.faults)}"
+        detail = f"no isolation, so the code scorer and the tool `python` refuse to run: {'; '.join(found.faults)}"
         return Check("sandbox", "note", detail, _ISOLATION)
     return Check("sandbox", "ok" if found.seccomp else "note", str(found))
 

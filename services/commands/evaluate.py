@@ -56,7 +56,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
         stack.callback(buffer.close)
         create_ledger(buffer, recipe, resume=False)
         specs = child_specs(recipe, redis.url)
-        processes.add(spec for spec in specs if spec.name.startswith(("rollout", "reward")))
+        processes.add(spec for spec in specs if spec.name.startswith(("rollout", "environments", "reward")))
         evaluation = in_thread("evaluation", _evaluate, recipe, sets, buffer)
         evaluation.add_done_callback(lambda _: processes.finish())
         outcome = processes.run()

@@ -1,5 +1,6 @@
 """`tandem replay`: retrains a run's recorded batches and compares the weights bit for bit. It begins with the initial
-model, or, if the first batches are no longer kept (run.keep_batches), with the oldest checkpoint.
+model, or, if the first batches are no longer kept (run.keep_batches), with the oldest checkpoint. With `--generation`,
+it compares what was sampled, too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.protos.manifest import DIGEST_FORMAT
 from tandem.services.command_line import print_text, run_service
+from tandem.services.commands.replay_generation import Generation, State, check_comparable, repeat_episodes
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.inputs import check_replayed_model
@@ -33,20 +36,36 @@ from tandem.trainer.checkpoints.export import collect_weights
 from tandem.trainer.checkpoints.state import list_checkpoints
 
 EQUAL, DIFFERENT = 0, 1
+GENERATION = "--generation"
+_INCARNATION = 1  # of the weights that a sampler gets here; the run's do not matter
 
 
-def main(folder: Path) -> int:
-    """Replays a run on all its ranks. Returns 0 for equal weights, else 1. Raises UserError for unusable files."""
+def main(folder: Path, *, generation: bool = False) -> int:
+    """Replays a run on all its ranks, with `generation` also what was sampled. Returns 0 if nothing differs, else 1.
+    Raises UserError for unusable files.
+    """
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
     check_replayed_model(recipe, folder)
     _check_export(folder / HF_FOLDER)
+    is_rank = "RANK" in os.environ
+    if generation and not is_rank:
+        check_comparable(recipe)
+        if recipe.environment.path:
+            equal, line = repeat_episodes(folder, recipe, find_start(folder)[2])
+            print_text(line)
+            if not equal:
+                return DIFFERENT
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
-    if num_ranks > 1 and "RANK" not in os.environ:  # all on this machine, even if the run used several
+    if num_ranks > 1 and not is_rank:  # all on this machine, even if the run used several
         command = [sys.executable, "-m", "tandem.services.commands.replay", str(folder)]
-        return run_local_ranks(command, num_ranks)
+        return run_local_ranks([*command, GENERATION] if generation else command, num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the trainer of a run that recorded no number of threads
-    return Replay(folder, recipe).run()
+    with ExitStack() as stack:
+        sampler = None
+        if generation and int(os.environ.get("RANK", 0)) == 0:
+            sampler = stack.enter_context(closing(Generation(folder, recipe, *find_start(folder)[::2])))
+        return Replay(folder, recipe, sampler, samples=generation).run()
 
 
 def _check_export(folder: Path) -> None:
@@ -60,11 +79,14 @@ def _check_export(folder: Path) -> None:
 
 
 class Replay:
-    """One rank of a replay. Rank 0 prints."""
+    """One rank of a replay. Rank 0 prints, and has the sampler if every rank `samples`."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, generation: Generation | None = None, *, samples: bool = False
+    ) -> None:
         self._folder = folder
         self._start, self._checkpoint, self._versions = find_start(folder)
+        self._deadline_seconds = recipe.weights.deadline_seconds
         lines = JsonLines(folder / METRICS_FILE).read()
         digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
         self._digests = {step: digest for step, digest in digests.items() if digest.startswith(DIGEST_FORMAT)}
@@ -75,6 +97,8 @@ class Replay:
                 f"another release computed the digests of versions {others[0]} to {others[-1]} in another way, and "
                 f"this one computed none: replay {folder} with that release"
             )
+        self._generation = generation
+        self._samples = samples
         self._learner, self._sender = make_learner(recipe)
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(
@@ -82,11 +106,13 @@ class Replay:
             )
 
     def run(self) -> int:
-        """Trains every batch, compares the weights, and returns the exit code."""
+        """Trains every batch, compares the weights and what they sampled, and returns the exit code."""
         began = time.monotonic()
         compared = 0
         if self._checkpoint is not None:
             self._learner.load(self._checkpoint)
+        if not self._sampled_alike(self._start):
+            return DIFFERENT
         for version in self._versions:
             digest = self._train(version)
             expected = self._digests.get(version)
@@ -94,6 +120,8 @@ class Replay:
                 self._say(f"version {version} differs: its weights have digest {digest}, the run's had {expected}")
                 return DIFFERENT
             compared += expected is not None
+            if not self._sampled_alike(version):
+                return DIFFERENT
         differing = self._compare_export()
         self._learner.close()
         if differing:
@@ -106,7 +134,25 @@ class Replay:
         if self._num_others:
             others = f"; {self._num_others} have the digest of another release and were not compared"
         self._say(f"{trained}; {compared} versions compared: equal bit for bit{others}")
+        if self._generation:
+            self._say(self._generation.summary())
         return EQUAL
+
+    def _sampled_alike(self, version: int) -> bool:
+        """With the weights of this version, samples what it sampled. Returns False on every rank if that differs."""
+        generation = self._generation
+        needed = self._samples and self._learner.broadcast_object(generation and generation.needs(version))
+        if not needed:
+            return True
+        self._sender.broadcast(self._sender.manifest(_INCARNATION, version, "gloo"), self._deadline_seconds)
+        if generation:
+            generation.begin(self._sender)
+        state: State = "samples"
+        while state == "samples":
+            state = self._learner.broadcast_object(generation.state() if generation else None)
+        if generation and generation.difference:
+            self._say(generation.difference)
+        return state == "equal"
 
     def _train(self, version: int) -> str:
         """Trains one recorded batch. Returns the digest of the weights on rank 0."""
@@ -161,4 +207,4 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    run_service(lambda: sys.exit(main(Path(sys.argv[1]))))
+    run_service(lambda: sys.exit(main(Path(sys.argv[1]), generation=GENERATION in sys.argv[2:])))

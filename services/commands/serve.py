@@ -13,9 +13,9 @@ from tandem.services.command_line import full_disk_named
 if TYPE_CHECKING:
     from tandem.services.config import Recipe
 
-Service = Literal["feed", "rollout", "reward", "trainer", "controller"]
+Service = Literal["feed", "rollout", "environments", "reward", "trainer", "controller"]
 LauncherName = Literal["compose", "kubernetes", "none"]
-_REPLICATED: tuple[Service, ...] = ("rollout", "reward")
+_REPLICATED: tuple[Service, ...] = ("rollout", "environments", "reward")
 
 
 def serve_one(
@@ -57,8 +57,9 @@ def serve_one(
             recipe = with_own_host(written, redis_url)
             if service == "rollout" and not gpu_ids():
                 os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
-        if service == "rollout":
-            drop_secrets(recipe.environment.variables)  # it has read them; its engine's processes need none
+        if service in ("rollout", "environments"):
+            # It has read them. What it starts needs none but those of its environments.
+            drop_secrets(recipe.environment.variables if service == recipe.environment.run_by else ())
         own_host = () if recipe is written else (f"run.host={recipe.run.host}",)
         if service == "controller":
             from tandem.services.control import service as controller_service
@@ -117,6 +118,10 @@ def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recip
             from tandem.services.rollout import service as rollout_service
 
         rollout_service.main(recipe, redis_url, replica)
+    elif service == "environments":
+        from tandem.services.environments import service as environment_service
+
+        environment_service.main(recipe, redis_url, replica)
     elif service == "reward":
         with starting():
             from tandem.services.reward import service as reward_service

@@ -10,7 +10,7 @@ from tandem.services.buffer.starvation import diagnose
 from tandem.services.control.controller import Controller
 from tandem.services.control.launcher import Registered, kind_of, number_of
 
-_ORDER = ("feed", "rollout", "reward", "trainer")
+_ORDER = ("feed", "rollout", "environments", "reward", "trainer")
 
 
 def status_of(

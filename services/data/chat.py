@@ -6,9 +6,10 @@ samplers. For the Qwen families its choice of class is known, and that class imp
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,12 @@ class ChatEncoder:
                 fault = f"{self.template_source}, line {error.lineno}: {error.message}"
                 raise ModelError(f"{fault}; mend the template") from None
 
+    def with_tools(self, tools: Sequence[JsonObject]) -> ChatEncoder:
+        """This encoder with other tools."""
+        other = copy.copy(self)
+        other.tools = tools
+        return other
+
     def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
         """Token ids up to the start of the answer, (T,) int32. Raises RefusedPromptError if the template refuses."""
         return self._ids(self._text(messages))
@@ -73,32 +80,52 @@ class ChatEncoder:
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         _, answer, text = self._text([*answered, *messages]).partition(_ANSWER)
         if not answer:
-            raise ModelError(
-                f"{self.template_source} leaves out or repeats earlier answers, so an episode of several turns cannot "
-                "continue; set model.chat_template to one that keeps them"
-            )
+            raise self._rewrites()
         ids = self._ids(text)
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
-    def check_replies(self) -> None:
+    def encode_increment(
+        self, messages: Sequence[Mapping[str, object]], ids: NDArray[np.int32]
+    ) -> NDArray[np.int32] | None:
+        """Token ids (T,) int32 of what follows the text of `ids` (T,) in the rendering of a conversation, up to the
+        start of the next answer; None if the rendering does not begin with that text.
+
+        White space is no difference: templates trim messages and format calls anew. Nor is what the tokenizer changes,
+        such as the form of accents. Raises RefusedPromptError.
+        """
+        known, rendered = self._decoded(ids), self._text(messages)
+        end = _end_of_text(known, rendered)
+        if end is None:
+            known, rendered = (self._decoded(self._ids(text)) for text in (known, rendered))
+            end = _end_of_text(known, rendered)
+        if end is None:
+            return None
+        rest = rendered[end:]
+        return self._ids(rest.lstrip() if known[-1:].isspace() else rest)
+
+    def check_replies(self, *, may_rewrite: bool = False) -> None:
         """Raises ModelError if the template cannot continue a conversation, with tools also if it does not show all of
-        them or their answers.
+        them or their answers. Unless it `may_rewrite` earlier answers, it must keep an answer as it is.
         """
         role = "tool" if self.tools else "user"
         answer = {"role": role, "content": _REPLY, **({"name": self._tool_names[0]} if self.tools else {})}
         try:
-            self.encode_reply([answer], last_token=-1)
             text = self._text([{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, answer])
         except RefusedPromptError as refusal:
             refused = "the messages of tools" if self.tools else "a conversation of several turns"
             raise ModelError(f"{self.template_source} refuses {refused}: {refusal}") from None
-        if text.count(_ANSWER) > 1:
-            raise ModelError(f"{self.template_source} leaves out or repeats earlier answers; set model.chat_template")
+        if text.count(_ANSWER) != 1 and not may_rewrite:
+            raise self._rewrites()
         if self.tools and (hidden := [name for name in self._tool_names if name not in text.partition(_ANSWER)[0]]):
             fault = f"{self.template_source} does not show the policy the tool {hidden[0]}"
             raise ModelError(f"{fault}; set model.chat_template to one that shows `tools`")
         if self.tools and _REPLY not in text:
             raise ModelError(f"{self.template_source} leaves out the answers of tools; set model.chat_template")
+
+    def _rewrites(self) -> ModelError:
+        fault = f"{self.template_source} leaves out or repeats earlier answers, so no episode can continue"
+        remedy = 'set model.chat_template to one that keeps them, or environment.rewritten_history = "fork"'
+        return ModelError(f"{fault}; {remedy}")
 
     @property
     def chat_template(self) -> str:
@@ -118,9 +145,7 @@ class ChatEncoder:
                 tokens = (self._own_tokens[one] for one in run)
                 pieces += [TurnPiece(token.content, is_token=True, is_special=token.special) for token in tokens]
             else:
-                text = self._tokenizer.decode(list(run), clean_up_tokenization_spaces=False)
-                assert isinstance(text, str), "one turn has one text"
-                pieces.append(TurnPiece(text))
+                pieces.append(TurnPiece(self._decoded(list(run))))
         return pieces
 
     @property
@@ -137,12 +162,28 @@ class ChatEncoder:
         assert isinstance(text, str), "one conversation gives one text"
         return text
 
+    def _decoded(self, ids: NDArray[np.int32] | list[int]) -> str:
+        text = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one sequence of tokens has one text"
+        return text
+
     def _ids(self, text: str) -> NDArray[np.int32]:
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has added them
         except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
             raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
         return np.asarray(ids, np.int32)
+
+
+def _end_of_text(known: str, text: str) -> int | None:
+    """Where `known` ends in `text`, if that begins with it or differs only in white space; else None."""
+    if text.startswith(known):
+        return len(known)
+    known = "".join(known.split())
+    places = [*islice((place for place, one in enumerate(text) if not one.isspace()), len(known))]
+    if "".join(text[place] for place in places) != known:
+        return None
+    return places[-1] + 1 if places else 0
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:

@@ -33,7 +33,7 @@ FINAL_CHILD = "trainer"
 SCALED_SERVICE = "rollout"
 """The service whose number of replicas may change during a run."""
 
-SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
+SERVICE_ORDER = ("feed", "rollout", "environments", "reward", "trainer")
 """The order of the data flow. Children stop in this order, so that none sends work to one that has stopped."""
 
 

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 
 from tandem.services.config import Recipe
 
-_CPU_SHARES = {"feed": 0.1, "reward": 0.1, "rollout": 0.25, "trainer": 0.25}
+_CPU_SHARES = {"feed": 0.1, "environments": 0.1, "reward": 0.1, "rollout": 0.25, "trainer": 0.25}
 """Cores per process where there are no GPUs: with few cores they have to share them, as on one machine without Ray."""
-_LABELS = {"feed": "feed", "reward": "reward service", "rollout": "sampler", "trainer": "trainer"}
+_LABELS = {
+    "feed": "feed",
+    "environments": "environment service",
+    "reward": "reward service",
+    "rollout": "sampler",
+    "trainer": "trainer",
+}
 _TOLERANCE = 1e-4  # Ray counts in ten-thousandths
 
 

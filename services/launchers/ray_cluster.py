@@ -101,7 +101,7 @@ class RayCluster:
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         carried = {key: value for key, value in child_environment().items() if key.startswith(_CARRIED)}
         keys = recipe.reward.key_variables() if name == "reward" else HUB_TOKENS
-        if name.startswith("rollout"):
+        if name.startswith(recipe.environment.run_by):
             keys = keys.union(recipe.environment.variables)
         carried |= {key: os.environ[key] for key in keys if key in os.environ}
         if self._has_gpus:  # Ray chooses them, and tells the actor by CUDA_VISIBLE_DEVICES
@@ -150,7 +150,8 @@ class RayCluster:
 
     def _wanted(self) -> dict[str, Bundle]:
         samplers = (f"rollout-{replica}" for replica in range(self._recipe.rollout.num_replicas))
-        names = (*(f"trainer-{index}" for index in range(self.num_trainers)), *samplers, "reward", "feed")
+        services = (*samplers, *["environments-0"] * self._recipe.environment.service, "reward", "feed")
+        names = (*(f"trainer-{index}" for index in range(self.num_trainers)), *services)
         return {name: bundle_of(self._recipe, name, has_gpus=self._has_gpus) for name in names}
 
 

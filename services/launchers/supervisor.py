@@ -203,10 +203,14 @@ def _machines(launcher_name: LauncherName, report: Callable[[str], None]) -> Ite
 
 
 def child_specs(recipe: Recipe, redis_url: str, machines: Machines = THIS_MACHINE) -> list[ChildSpec]:
-    """The services of a run: feed, rollout replicas, reward, trainer. Each reads the resolved configuration."""
+    """The services of a run: feed, rollout replicas, environments if they have a service, reward, trainer. Each reads
+    the resolved configuration.
+    """
     config, judges_keys = str(recipe.folder / CONFIG_FILE), recipe.reward.key_variables() - HUB_TOKENS
     arguments = {service: [service, config] for service in ("feed", "trainer")}
     arguments["reward"] = ["reward", config, "--replica", "0"]
+    if recipe.environment.service:
+        arguments["environments-0"] = ["environments", config]  # it holds number 0, so that others take another one
     for replica in range(recipe.rollout.num_replicas):
         arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
     for machine in range(1, machines.num_trainers):
@@ -227,7 +231,7 @@ def child_specs(recipe: Recipe, redis_url: str, machines: Machines = THIS_MACHIN
 
 def _kept(recipe: Recipe, name: str) -> tuple[str, ...]:
     """The variables that a service gets although judges need them, too."""
-    return recipe.environment.variables if name.startswith("rollout") else ()
+    return recipe.environment.variables if name.startswith(recipe.environment.run_by) else ()
 
 
 def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:

@@ -6,18 +6,19 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tandem.services.metrics.names import METRICS, OTHER, Metric
+from tandem.rollout.environments.tools.outcomes import OTHER
+from tandem.services.metrics.names import METRICS, Label, Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- python -m tandem.services.metrics.docs writes this list -->\n"
 END = "<!-- end of the list -->\n"
 _SERVICES = {"service": "all", "jobs": "`tandem reward serve`", "batch": "trainer", "evaluation": "trainer"}
-_SERVICES |= {"ledger": "controller"}
+_SERVICES |= {"ledger": "controller", "tools": "rollout"}
 
 
 def listed() -> str:
     """The metrics as a list."""
-    lines = (f"- `{one.name}` ({_services(one)}; {one.kind}): {one.help}{_label(one)}" for one in METRICS)
+    lines = (f"- `{one.name}` ({_services(one)}; {one.kind}): {one.help}{_labels(one)}" for one in METRICS)
     return "".join(map(_filled, lines))
 
 
@@ -32,11 +33,12 @@ def _services(metric: Metric) -> str:
     return ", ".join(_SERVICES.get(source, source) for source in metric.source)
 
 
-def _label(metric: Metric) -> str:
-    if metric.label is None:
-        return ""
-    values = [*metric.label.values, *([OTHER] if metric.label.is_open else [])]
-    return f" Label `{metric.label.name}`: {', '.join(values)}."
+def _labels(metric: Metric) -> str:
+    return "".join(f" Label `{label.name}`: {', '.join(_values(label))}." for label in metric.labels)
+
+
+def _values(label: Label) -> list[str]:
+    return [*label.values, *([label.of_run] if label.of_run else []), *([OTHER] if label.is_open else [])]
 
 
 def _filled(text: str) -> str:

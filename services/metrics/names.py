@@ -12,18 +12,27 @@ from typing import Literal, get_args
 
 from tandem.protos.contracts import UnscoredReason
 from tandem.reward.scheduling.priority_queue import PRIORITIES
+from tandem.rollout.environments.tools.outcomes import OTHER, TOOL_ERRORS, Durations
 from tandem.services.buffer.starvation import CAUSES
 from tandem.services.buffer.types import STATES
 from tandem.trainer.batch.rejected import Rejection
 
 Figures = Mapping[str, object]
 Source = Literal[
-    "service", "feed", "rollout", "reward", "trainer", "controller", "jobs", "batch", "evaluation", "ledger"
+    "service",
+    "feed",
+    "rollout",
+    "tools",
+    "environments",
+    "reward",
+    "trainer",
+    "controller",
+    "jobs",
+    "batch",
+    "evaluation",
+    "ledger",
 ]
-Kind = Literal["counter", "gauge"]
-
-OTHER = "other"
-"""Value of a label for what is not in the list of its values."""
+Kind = Literal["counter", "gauge", "histogram"]
 
 _OUTCOMES = ("completed", "requeued", "dropped", "refused", "lost")
 _UNSCORED: tuple[str, ...] = get_args(UnscoredReason)
@@ -47,31 +56,39 @@ class Label:
     values: tuple[str, ...]
     is_open: bool = False
     """Whether there may be other values. Their figures are added up as `other`."""
+    of_run: str = ""
+    """Which values it has besides, if each run has its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `figure` is the name of the figure that it shows; with a label, `*` stands for the label's value."""
+    """One metric. `figure` is the name of the figure that it shows. With labels, `*` stands in it for the value of the
+    only one, or the figure is a table by their values.
+    """
 
     name: str
     kind: Kind
     source: tuple[Source, ...]
     figure: str
     help: str
-    label: Label | None = None
+    labels: tuple[Label, ...] = ()
 
-    def samples(self, figures: Figures) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Label values and value of every figure that is there and is a number."""
-        if self.label is None:
+    def samples(self, figures: Figures) -> Iterator[tuple[tuple[str, ...], float | Durations]]:
+        """Label values and value of every figure that is there and is a number, or in a table."""
+        if isinstance(table := figures.get(self.figure), Mapping):
+            yield from table.items()
+            return
+        if not self.labels:
             if (value := _number(figures.get(self.figure))) is not None:
                 yield (), value
             return
         start, _, end = self.figure.partition("*")
-        for known in self.label.values:
+        label = self.labels[0]
+        for known in label.values:
             if (value := _number(figures.get(f"{start}{known}{end}"))) is not None:
                 yield (known,), value
-        if self.label.is_open:
-            known_figures = {f"{start}{known}{end}" for known in self.label.values}
+        if label.is_open:
+            known_figures = {f"{start}{known}{end}" for known in label.values}
             found = [figures[name] for name in figures if name.startswith(start) and name not in known_figures]
             if rest := [value for one in found if (value := _number(one)) is not None]:
                 yield (OTHER,), sum(rest)
@@ -81,17 +98,20 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _one(kind: Kind, source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
+def _one(kind: Kind, source: str, name: str, figure: str, text: str, *labels: Label) -> Metric:
     sources: list[Source] = source.split()  # type: ignore[assignment]
-    return Metric(f"tandem_{name}", kind, tuple(sources), figure, text, label)
+    return Metric(f"tandem_{name}", kind, tuple(sources), figure, text, labels)
 
 
-def _counter(source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
-    return _one("counter", source, f"{name}_total", figure, text, label)
+def _counter(source: str, name: str, figure: str, text: str, *labels: Label) -> Metric:
+    return _one("counter", source, f"{name}_total", figure, text, *labels)
 
 
-def _gauge(source: str, name: str, figure: str, text: str, label: Label | None = None) -> Metric:
-    return _one("gauge", source, name, figure, text, label)
+def _gauge(source: str, name: str, figure: str, text: str, *labels: Label) -> Metric:
+    return _one("gauge", source, name, figure, text, *labels)
+
+
+_TOOL = Label("tool", (), is_open=True, of_run="tools of the recipe")
 
 
 METRICS: tuple[Metric, ...] = (
@@ -127,12 +147,39 @@ METRICS: tuple[Metric, ...] = (
         "differing_episodes",
         "Interrupted episodes that began anew because their environment showed something else when it was repeated.",
     ),
+    _counter(
+        "rollout",
+        "sampler_unscored_episodes",
+        "unscored_episodes",
+        "Episodes without a score: they had called an unsafe tool and could not go on, or their agent sampled nothing.",
+    ),
     _counter("rollout", "sampler_prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
     _counter("rollout", "sampler_busy_seconds", "busy_seconds", "Time with at least one request in flight."),
     _counter("rollout", "sampler_idle_seconds", "idle_seconds", "Time without a request in flight."),
     _counter("rollout", "sampler_weight_updates", "weight_updates", "Weight updates that were applied."),
     _counter(
         "rollout", "sampler_weight_stall_seconds", "weight_stall_seconds", "Time in which updates held sampling up."
+    ),
+    # Tools, which samplers call.
+    _one(
+        *("histogram", "tools", "tool_call_seconds", "call_seconds"),
+        "Duration of a call of a tool that was executed, also if it failed.",
+        _TOOL,
+    ),
+    _counter(
+        *("tools", "tool_failures", "failures"),
+        "Calls that failed, or were not executed.",
+        *(_TOOL, Label("outcome", TOOL_ERRORS, is_open=True)),
+    ),
+    # Environment services.
+    _gauge("environments", "environments_open", "open", "Environments whose episodes are being played."),
+    _counter("environments", "environments_opened", "opened", "Environments that were opened."),
+    _counter("environments", "environments_steps", "steps", "Steps that were made; repeated calls do not count."),
+    _counter(
+        "environments",
+        "environments_orphans",
+        "orphans",
+        "Environments that were closed because their sampler had gone.",
     ),
     # The reward service.
     _counter("reward", "reward_scored_rows", "rows_scored", "Answers in completed groups that got a score."),

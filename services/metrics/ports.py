@@ -9,7 +9,7 @@ from tandem.protos.errors import ConfigError
 PORT_VARIABLE = "TANDEM_METRICS_PORT"
 """Port of this service alone, in place of the ports that follow from `run.metrics_port`: for containers. 0: none."""
 
-OFFSETS = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10}
+OFFSETS = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10, "environments": 700}
 """Added to `run.metrics_port`, by service. The replica's number is added, too."""
 _REWARD_REPLICAS = 500  # in place of its offset, which has no room
 _MAX_PORT = 65535

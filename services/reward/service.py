@@ -35,11 +35,10 @@ from tandem.services.leases import (
     LeaseWorker,
     Release,
     pause_after,
-    run_in_thread,
 )
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import group_span
-from tandem.services.process import stop_event
+from tandem.services.process import run_in_thread, stop_event
 from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
@@ -82,7 +81,10 @@ class Progress:
 
     def score_of(self, row: Trajectory) -> Score:
         """The score of a row, or the latest reason why it has none."""
-        return _NOT_AN_ANSWER if _failed(row) else self.scores[row.trajectory_id]
+        if not _failed(row):
+            return self.scores[row.trajectory_id]
+        why = row.metadata.get("unscored")  # of an episode; see EpisodeFigures.unscored_episodes
+        return _NOT_AN_ANSWER if why is None else Unscored("infrastructure", why)
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()

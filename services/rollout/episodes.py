@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,19 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos import rollout_pb2
-from tandem.protos.contracts import Message
+from tandem.protos.contracts import JsonObject, Message
 from tandem.protos.errors import DataError, EpisodeError, ModelError
+from tandem.protos.extras import missing_extra_named
 from tandem.protos.types import Prompt, SamplingParameters
+from tandem.rollout.environments.agent_episodes import AgentSampler
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
+from tandem.rollout.environments.source import EnvironmentSource
 from tandem.rollout.environments.tools.parsers import ToolFormat, find_format, parse_turn
 from tandem.rollout.sampler import Sampler
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import RowFault, parse_row
+from tandem.services.rollout.environment_services import EnvironmentServices
 
 _REPLIES = 1024
 _SHORT_CHARACTERS = 256
+_TOOL_SETS = 64  # of agents, which name their tools in every call
 
 
 class EpisodeEncoder:
@@ -37,6 +44,8 @@ class EpisodeEncoder:
 
     def __init__(self, encoder: ChatEncoder, tool_format: ToolFormat | Literal["auto"] = "auto") -> None:
         self._encoder = encoder
+        self._tool_format = tool_format
+        self._with_tools = lru_cache(_TOOL_SETS)(self._decoded_tools)
         self._short_reply = lru_cache(_REPLIES)(self._decoded_reply)
         self._format: ToolFormat | None = None
         if encoder.tools:
@@ -49,11 +58,20 @@ class EpisodeEncoder:
     def shows_tools(self) -> bool:
         return bool(self._encoder.tools)
 
+    def with_tools(self, tools: Sequence[JsonObject]) -> EpisodeEncoder:
+        """As of `AgentEncoder`. Encoders are kept."""
+        return self._with_tools(json.dumps(tools))
+
+    def _decoded_tools(self, text: str) -> EpisodeEncoder:
+        encoder = self._encoder.with_tools(json.loads(text))
+        encoder.check_replies(may_rewrite=True)  # of histories, which the start has checked
+        return EpisodeEncoder(encoder, self._tool_format)
+
     def encode(self, messages: Sequence[Message]) -> NDArray[np.int32]:
         try:
             return self._encoder.encode(messages)
         except RefusedPromptError as error:
-            raise EpisodeError(f"the chat template refuses the messages of reset: {error}") from None
+            raise EpisodeError(f"the chat template refuses the conversation: {error}") from None
 
     def encode_reply(self, messages: Sequence[Message], last_token: int) -> NDArray[np.int32]:
         """As of `TurnEncoder`. Short replies are kept: games and errors of tools repeat them."""
@@ -64,6 +82,12 @@ class EpisodeEncoder:
             return self._encoder.encode_reply(messages, last_token)
         except RefusedPromptError as error:
             raise EpisodeError(f"the chat template refuses the messages of step: {error}") from None
+
+    def encode_increment(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        try:
+            return self._encoder.encode_increment(messages, ids)
+        except RefusedPromptError as error:
+            raise EpisodeError(f"the chat template refuses the conversation: {error}") from None
 
     def _decoded_reply(self, text: str, last_token: int) -> NDArray[np.int32]:
         ids = self._encoder.encode_reply(json.loads(text), last_token)
@@ -77,22 +101,37 @@ class EpisodeEncoder:
         return parse_turn(self._format, pieces, own, self._encoder.tools).message(turn)
 
 
-async def start_episodes(recipe: Recipe, engine: Sampler, stack: AsyncExitStack) -> EpisodeSampler | None:
-    """Starts the recipe's environment, which ends with `stack`; None if it has none.
+async def start_episodes(
+    recipe: Recipe, engine: Sampler, buffer: Buffer, stop: threading.Event, stack: AsyncExitStack
+) -> EpisodeSampler | None:
+    """Starts the recipe's environment, which ends with `stack`, or finds its services; None if it has none.
 
-    Raises ConfigError if its class cannot be used, ModelError if the chat template cannot continue a conversation or
-    does not show the environment's tools.
+    Raises ConfigError if its class cannot be used, UnavailableError if no service answers, ModelError if the chat
+    template cannot continue a conversation or does not show the environment's tools.
     """
     config = recipe.environment
     if not config.path:
         return None
-    pool = EnvironmentPool(config)
+    pool: EnvironmentSource = EnvironmentServices(recipe, buffer, stop) if config.service else EnvironmentPool(config)
     stack.push_async_callback(pool.close)
     await pool.start()
     encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template, pool.tools)
-    encoder.check_replies()
+    encoder.check_replies(may_rewrite=config.rewritten_history == "fork")
     turns = EpisodeEncoder(encoder, config.tool_format)
+    if isinstance(pool, EnvironmentPool) and pool.is_agent:
+        return await _start_agents(recipe, engine, stack, pool, turns)
     return EpisodeSampler(engine, pool, turns, config, recipe.run.seed)
+
+
+async def _start_agents(
+    recipe: Recipe, engine: Sampler, stack: AsyncExitStack, pool: EnvironmentPool, encoder: EpisodeEncoder
+) -> AgentSampler:
+    """Serves agents by OpenAI's API until `stack` ends. Raises EnvironmentLackError without the packages for it."""
+    with missing_extra_named():
+        from tandem.services.rollout.openai_proxy import OpenAIProxy
+    agents = AgentSampler(engine, pool, encoder, recipe.environment, recipe.run.seed)
+    agents.address = await stack.enter_async_context(OpenAIProxy(agents.sessions).serving())
+    return agents
 
 
 @dataclass(frozen=True, slots=True)

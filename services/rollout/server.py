@@ -170,15 +170,20 @@ def _time_limit(seconds: float) -> float:
 
 
 def _sample_message(row: Trajectory) -> rollout_pb2.GenerateReply.Sample:
-    (segment,) = row.segments
-    sampled = segment.loss_mask.astype(bool)
-    spans = [asdict(replace(span, first_token=int(sampled[: span.first_token].sum()))) for span in segment.spans]
+    """The sampled tokens of all segments, without those between the turns."""
+    ids, logprobs, spans, count = [], [], [], 0
+    for segment in row.segments:
+        sampled = segment.loss_mask.astype(bool)
+        spans += [replace(span, first_token=count + int(sampled[: span.first_token].sum())) for span in segment.spans]
+        ids.append(segment.ids[sampled])
+        logprobs.append(segment.behavior_logprobs[sampled])
+        count += segment.num_loss_tokens
     return rollout_pb2.GenerateReply.Sample(
-        ids=segment.ids[sampled].astype("<i4").tobytes(),
-        behavior_logprobs=segment.behavior_logprobs[sampled].astype("<f4").tobytes(),
+        ids=np.concatenate(ids).astype("<i4").tobytes(),
+        behavior_logprobs=np.concatenate(logprobs).astype("<f4").tobytes(),
         text=row.text,
         finish_reason=row.finish_reason,
-        spans=[common_pb2.VersionSpan(**span) for span in spans],
+        spans=[common_pb2.VersionSpan(**asdict(span)) for span in spans],
         earned_reward=row.earned_reward,
         episode=json.dumps(dict(row.metadata)) if row.metadata else "",
     )

@@ -7,6 +7,7 @@ additional trajectory with role `baseline` and id n, which is sampled, saved and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from tandem.protos import rollout_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, TandemError, UnavailableError
+from tandem.protos.store_source import StoreSource
 from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
@@ -30,6 +33,7 @@ from tandem.services.config import Recipe
 from tandem.services.group_leases import GroupLeases, GroupResult
 from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
+from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Attributes, flush_spans, group_span
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.episodes import start_episodes
@@ -45,6 +49,7 @@ _LEAVE_POLL_SECONDS = 0.5
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 _COLLECT_SECONDS = 5.0  # to get unfinished answers from the engine, or a third of a short lease
 _LAST_COLLECT_SECONDS = 1.0  # at a stop, when the leases have yet to be released
+_INTENT_SECONDS = 30.0  # to save an episode before it calls an unsafe tool
 _GROWTH = 1.125
 """Unfinished answers are saved when a group has so many times the tokens that were saved. In all, a group's tokens are
 then sent at most 1 / (1 − 1 / 1.125) = 9 times, and once more with each row that finishes between two renewals.
@@ -208,8 +213,9 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             sampling = prompt.sampling.greedy if role == "baseline" else prompt.sampling
             unfinished = group.rows.get(number)
             if self._episodes is not None:
+                changed, save = partial(self._turns_changed, held), partial(self._save_episode, held, group)
                 row = await self._episodes.sample(
-                    prompt, sampling, number, unfinished=unfinished, on_change=lambda: self._turns_changed(held)
+                    prompt, sampling, number, unfinished=unfinished, on_change=changed, save=save
                 )
             else:
                 row = await self._engine.sample_one(
@@ -233,6 +239,17 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             self._with_new_turns.add(held)
             self.loop.save_soon()
 
+    async def _save_episode(self, held: Held[Claim], group: _Group, row: Trajectory) -> None:
+        """Saves an unfinished row now. Raises UnavailableError if it is not saved in time, or by another sampler."""
+        group.rows[row.trajectory_id] = replace(row, role=group.role(row.trajectory_id))
+        held.unsaved = group.to_save
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_INTENT_SECONDS):
+                if held.lease.token not in await self.loop.save([held]):
+                    return
+        name = f"{group.prompt.group_id}/{row.trajectory_id}"
+        raise UnavailableError(f"episode {name} is not saved, so it may not call an unsafe tool")
+
     def _saved_rows(self, claim: Claim) -> dict[int, Trajectory]:
         """Returns the rows that earlier holders saved, by trajectory id; unfinished ones only if they are continued."""
         rows = () if claim.partial is None else decode_group(claim.partial).rows
@@ -252,26 +269,31 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
         gc.freeze()  # otherwise garbage collection at exit would visit the millions of objects of an engine
 
 
-async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.Event) -> None:
-    started_at = time.time()
-    config = recipe.rollout
-    arguments = SamplerArguments(
-        config,
+def sampler_arguments(recipe: Recipe, group_store: StoreSource | None = None) -> SamplerArguments:
+    """How the recipe's samplers start."""
+    return SamplerArguments(
+        recipe.rollout,
         model_path=recipe.model.path,
         dtype=recipe.trainer.dtype,
         max_model_tokens=recipe.max_model_tokens,
         seed=recipe.run.seed,
         shares_gpu=recipe.weights.backend == "ipc",
         rows_per_group=recipe.rows_per_group,
-        group_store=redis_store(redis_url, recipe.run.run_id, "weights"),
+        group_store=group_store,
     )
+
+
+async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.Event) -> None:
+    started_at = time.time()
+    config = recipe.rollout
+    arguments = sampler_arguments(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
     async with AsyncExitStack() as stack:
         # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.
         with starting():
             engine = await find_engine(config.engine).start(arguments)
         stack.callback(engine.close)
-        episodes = await start_episodes(recipe, engine, stack)
         buffer = run_buffer(recipe, redis_url, stop)
+        episodes = await start_episodes(recipe, engine, buffer, stop, stack)
         name = f"rollout-{replica}"
         info = ServiceInfo(
             name,
@@ -306,7 +328,9 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         leaving = asyncio.create_task(_leave_when_told(heartbeat, worker.loop, stop))
         stack.callback(leaving.cancel)
         stack.callback(flush_spans)
-        with heartbeat, metrics_endpoint(info, recipe):
+        # Not in the heartbeats, which are sent every second: there is a histogram for each tool.
+        tools: Sources = {} if episodes is None else {"tools": episodes.tools.tables}
+        with heartbeat, metrics_endpoint(info, recipe, tools):
             await worker.run(stop)
 
 

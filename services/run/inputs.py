@@ -26,6 +26,7 @@ _OF_SERVICE = {
     "feed": ("data.train", "model.chat_template"),
     "trainer": ("data.eval_file", "eval.", "model.path", "trainer."),
     "rollout": ("model.path",),
+    "environments": (),
     "reward": ("reward.",),
 }
 """Beginnings of the keys whose files a service reads."""

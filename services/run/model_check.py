@@ -34,6 +34,10 @@ class ModelFacts:
     """Modules with a weight matrix in the files; a tied output head has none. Empty if unknown."""
     vocabulary: int = 0
     """Size of the vocabulary; 0 if config.json does not name it."""
+    num_layers: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    """Of a feed-forward layer. All three are 0 if config.json does not name them."""
     num_critic_parameters: int = 0
     """Parameters of the critic."""
 
@@ -58,7 +62,9 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
         raise ModelError(f"{what}: its tokenizer has no chat template; {remedy}")
     _check_length(recipe, config, what)
     num_parameters, layers = _weights(folder, config, what)
-    return ModelFacts(architecture, num_parameters, layers, _vocabulary(config))
+    num_layers, hidden = _size(config, "num_hidden_layers"), _size(config, "hidden_size")
+    intermediate = _size(config, "intermediate_size")
+    return ModelFacts(architecture, num_parameters, layers, _vocabulary(config), num_layers, hidden, intermediate)
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
@@ -141,7 +147,12 @@ def _check_length(recipe: Recipe, config: Mapping[str, object], what: str) -> No
 
 
 def _vocabulary(config: Mapping[str, object]) -> int:
-    size = config.get("vocab_size")
+    return _size(config, "vocab_size")
+
+
+def _size(config: Mapping[str, object], name: str) -> int:
+    """0 if the model does not name it."""
+    size = config.get(name)
     return size if isinstance(size, int) else 0
 
 

@@ -120,6 +120,8 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
     elif service == "feed":
         check_dataset(recipe)
         check_model(recipe)
+    elif service == "environments":
+        check_environment_service(recipe)
     elif service == "reward":
         check_reward(recipe)
     check_network(recipe)
@@ -273,7 +275,9 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     free = free_memory_bytes()
     if engines + training + jobs > free:
         beside = f", jobs up to {_size(jobs)}" if jobs else ""
-        lower = "rollout.kv_cache_bytes or rollout.num_replicas" + (" or jobs.max_unscored_bytes" if jobs else "")
+        lower = "rollout.kv_cache_bytes, rollout.num_replicas or trainer.tokens_per_micro_batch" + (
+            " or jobs.max_unscored_bytes" if jobs else ""
+        )
         raise EnvironmentLackError(
             f"memory: {rollout.num_replicas} engine(s) with rollout.kv_cache_bytes={rollout.kv_cache_bytes} need about "
             f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or "
@@ -324,10 +328,25 @@ def check_reward(recipe: Recipe) -> None:
         _check_components(recipe, rubric)
 
 
+def check_environment_service(recipe: Recipe) -> None:
+    """Checks that the recipe has an environment for a service. The service itself checks the class."""
+    if not recipe.environment.path:
+        raise ConfigError("the recipe has no environment to serve; set environment.path or environment.tools")
+    if not recipe.environment.service:
+        raise ConfigError("environment.service is false; set environment.service=true for all services of the run")
+
+
 def check_environment(recipe: Recipe) -> None:
-    """Checks that the environment's class can be imported and takes its arguments."""
-    if recipe.environment.path:
-        asyncio.run(check_class(recipe.environment))
+    """Checks the environment's class, and that its unsafe tools are never called without a saved intent."""
+    unsafe = sorted(asyncio.run(check_class(recipe.environment))) if recipe.environment.path else []
+    if not unsafe:
+        return
+    if not recipe.rollout.partial_rollout:
+        fault = "rollout.partial_rollout is false, and only saved episodes may call it"
+        raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, but {fault}; set it to true")
+    if recipe.eval_sets:
+        fault = "evaluations do not save their episodes; leave the evaluation sets out"
+        raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, and {fault}")
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:
@@ -362,6 +381,7 @@ def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
         yield "trainer.port", "trainer", recipe.trainer.port
     if recipe.run.metrics_port:
         samplers = [f"rollout-{replica}" for replica in range(max(recipe.rollout.num_replicas, 1))]
+        samplers += ["environments-0"] * recipe.environment.service
         for name in ("controller", "feed", "reward", "trainer", *samplers):
             yield "run.metrics_port", f"the metrics of {name}", port_offset(name) + recipe.run.metrics_port
 

@@ -8,13 +8,16 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from tandem.rollout.environments.tools.outcomes import BOUNDS_SECONDS
 from tandem.services.commands.certs import write_certificates
 from tandem.services.metrics.names import METRICS
 from tandem.services.process import dying_with_parent
@@ -29,6 +32,9 @@ FIRST_PORT, OWN_PORT = 21900, 21950
 SERVICES = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10}
 PLAIN, COMPOSE = FOLDER / "prometheus.yml", ROOT / "deploy" / "compose" / "prometheus.yml"
 OURS = re.compile(r"\btandem_\w+")
+KNOWN = {metric.name for metric in METRICS} | {
+    f"{metric.name}_{part}" for metric in METRICS if metric.kind == "histogram" for part in ("bucket", "sum", "count")
+}
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -48,7 +54,7 @@ def expressions() -> list[str]:
 
 def test_rules_and_dashboard_use_only_documented_metrics() -> None:
     used = {name for expression in expressions() for name in OURS.findall(expression)}
-    assert used and used <= {metric.name for metric in METRICS}, used - {metric.name for metric in METRICS}
+    assert used and used <= KNOWN, used - KNOWN
 
 
 def test_the_dashboard_is_provisioned() -> None:
@@ -130,7 +136,13 @@ def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path
     certificates = tmp_path / "certificates"
     write_certificates(certificates, [], 30)
     options = {"total_batches": 1000, "metrics_port": FIRST_PORT, "certificates": str(certificates)}
-    run = WholeRun(tmp_path, run=options, rollout={"engine": "transformers"})
+    run = WholeRun(
+        tmp_path,
+        run=options,
+        rollout={"engine": "transformers", "stop": tuple(ascii_letters)},
+        environment={"path": "tests.support.environments:Echo", "max_turns": 2},
+        reward={"scorer": "earned"},
+    )
     supervisor = run.start("run", str(run.recipe))
     try:
         run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
@@ -146,12 +158,15 @@ def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path
             assert {one["metric"]["run"] for one in services} == {"whole"}
             for expression in expressions():
                 assert asked(client, "/query", query=expression)["resultType"] == "vector", expression
+            buckets = asked(client, "/query", query="tandem_tool_call_seconds_bucket > 0")["result"]
+            assert {(one["metric"]["service"], one["metric"]["tool"]) for one in buckets} == {("rollout", "other")}
+            bounds = {float(one["metric"]["le"]) for one in buckets}
+            assert bounds == {inf, *(bound for bound in BOUNDS_SECONDS if bound >= 0.5)}, "each call took 0.5 s"
             loaded = [rule for group in asked(client, "/rules")["groups"] for rule in group["rules"]]
             assert [rule["name"] for rule in loaded] == [rule["alert"] for rule in alerts()]
             assert {rule["health"] for rule in loaded} == {"ok"}, loaded
-            known = {metric.name for metric in METRICS}
             names = {name for name in asked(client, "/label/__name__/values") if name.startswith("tandem_")}
-            assert names <= known
+            assert names <= KNOWN
             filled = [one for one in expressions() if asked(client, "/query", query=one)["result"]]
             assert len(filled) >= len(panels()) / 2, "most panels show something"
     finally:

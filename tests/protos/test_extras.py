@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 NEVER_IMPORTED = {"hiredis", "tandem-rl"}
 """redis-py imports hiredis by itself."""
-EXTRAS = ("reward", "train", "dashboard", "ray", "trackers", "cpu")
+EXTRAS = ("reward", "train", "dashboard", "ray", "trackers", "mcp", "cpu")
 """Not `tracing`: `opentelemetry` is a namespace of many distributions."""
 
 

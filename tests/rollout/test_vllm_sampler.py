@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tandem.protos.errors import UnavailableError
 from tandem.protos.types import SamplingParameters
@@ -120,6 +123,66 @@ def test_weights_are_reloaded_in_place_where_modules_cannot_be_replaced(tmp_path
         for _ in range(3):
             ring.update()
             assert ring.agrees()
+
+
+def note_living_versions(file: Path) -> None:
+    """Writes how many of the versions that were put in place still have a parameter in memory, after each of them."""
+    from tandem.rollout.vllm import worker_extension
+
+    gc.disable()  # inherited by the engine's process
+    replace, versions = worker_extension.replace, []
+
+    def noted(replacements: list[Any]) -> None:
+        replace(replacements)
+        modules = [running for running, _ in replacements]
+        versions.append([weakref.ref(one) for module in modules for one in module.parameters(recurse=False)])
+        living = sum(any(parameter() is not None for parameter in version) for version in versions)
+        with file.open("a") as opened:
+            opened.write(f"{living}\n")
+
+    worker_extension.replace = noted
+
+
+@pytest.mark.slow
+def test_an_embedding_is_packed_once_it_is_multiplied_with() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from tandem.rollout.vllm.packed_embeddings import pack_embeddings_when_used
+
+    process = UnquantizedEmbeddingMethod.process_weights_after_loading
+    pack_embeddings_when_used()
+    try:
+        method, running = UnquantizedEmbeddingMethod(), torch.nn.Module()
+        running.weight = torch.nn.Parameter(torch.randn(64, 32))
+        method.process_weights_after_loading(running)
+        waiting, copy = running.cpu_linear, torch.nn.Module()
+        copy.__dict__.update(running.__dict__ | {"_parameters": {"weight": torch.nn.Parameter(torch.randn(64, 32))}})
+        method.process_weights_after_loading(copy)
+        assert copy.cpu_linear is waiting, "nothing multiplies with it"
+        running.__dict__.update(copy.__dict__)
+        states_BH = torch.randn(3, 32)
+        for _ in range(2):
+            expected_BV = states_BH @ running.weight.T
+            torch.testing.assert_close(running.cpu_linear(states_BH, running.weight, None), expected_BV)
+            assert running.cpu_linear is not waiting
+            running.weight = torch.nn.Parameter(torch.randn(64, 32))
+            method.process_weights_after_loading(running)
+    finally:
+        UnquantizedEmbeddingMethod.process_weights_after_loading = process
+
+
+@pytest.mark.slow
+def test_replaced_weights_leave_the_memory_without_garbage_collection(tmp_path: Path, redis_url: str) -> None:
+    folder, living = build_tiny_model(tmp_path / "model", hidden=64, ends=False), tmp_path / "living"
+    store = redis_store(redis_url, "living", "weights")
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments, partial(note_living_versions, living)) as engine:
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        for _ in range(3):
+            ring.update()
+        assert ring.agrees()
+    assert living.read_text().split() == ["1"] * 3
 
 
 @pytest.mark.slow

@@ -180,6 +180,9 @@ def test_a_sampler_keeps_the_variables_of_its_environments_and_no_other_secret(
     recipe = recipe_of(small_values(tmp_path), reward={"scorers": {"judge": judge}}, environment=environment)
     withheld = {spec.name: spec.withheld for spec in child_specs(recipe, "unix:///none")}
     assert withheld["rollout-0"] == withheld["reward"] == frozenset() and withheld["feed"] == {"OPENAI_API_KEY"}
+    served = recipe.model_copy(update={"environment": recipe.environment.model_copy(update={"service": True})})
+    withheld = {spec.name: spec.withheld for spec in child_specs(served, "unix:///none")}
+    assert withheld["environments-0"] == frozenset() and withheld["rollout-0"] == {"OPENAI_API_KEY"}
     drop_secrets(recipe.environment.variables)
     kept = child_environment(recipe.environment.variables, "environment.variables")
     assert kept["OPENAI_API_KEY"] == SECRETS["OPENAI_API_KEY"]

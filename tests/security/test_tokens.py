@@ -20,6 +20,7 @@ from tandem.protos import (
     common_pb2,
     control_pb2,
     control_pb2_grpc,
+    environments_pb2_grpc,
     reward_pb2_grpc,
     rollout_pb2_grpc,
 )
@@ -37,7 +38,7 @@ SECRET = "a secret of the test"
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 METHODS: list[MethodDescriptor] = [
     method
-    for service in ("ControlService", "InfoService", "RewardService", "RolloutService")
+    for service in ("ControlService", "EnvironmentService", "InfoService", "RewardService", "RolloutService")
     for method in descriptor_pool.Default().FindServiceByName(f"tandem.v1.{service}").methods
 ]
 
@@ -45,6 +46,9 @@ METHODS: list[MethodDescriptor] = [
 def register(server: grpc.aio.Server) -> None:
     """Registers the generated servicers, whose methods only fail."""
     control_pb2_grpc.add_ControlServiceServicer_to_server(control_pb2_grpc.ControlServiceServicer(), server)
+    environments_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+        environments_pb2_grpc.EnvironmentServiceServicer(), server
+    )
     reward_pb2_grpc.add_RewardServiceServicer_to_server(reward_pb2_grpc.RewardServiceServicer(), server)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout_pb2_grpc.RolloutServiceServicer(), server)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem.protos.errors import FencedError, NotAdmittedError, UnavailableError
-from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release, run_in_thread
+from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release
+from tandem.services.process import run_in_thread
 
 TIMEOUT = 20.0
 LEASE_SECONDS = 0.15
@@ -385,9 +386,8 @@ def test_a_tolerated_outage_is_waited_out_and_the_lease_given_back(monkeypatch: 
 
 
 def test_a_finished_worker_ends_the_loop() -> None:
-    queue, worker = Queue("a"), Worker()
-    worker.going_on = False
-    run(queue, worker, lambda loop: False)
+    (worker := Worker()).going_on = False
+    run(Queue("a"), worker, lambda loop: False)
     assert worker.began == []
 
 

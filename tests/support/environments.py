@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem import Observation, StepResult
-from tandem.protos.contracts import MAX_SNAPSHOT_BYTES
+from tandem.protos.contracts import MAX_SNAPSHOT_BYTES, ToolOutcome
+
+ECHOED: ToolOutcome = {"tool": "echo", "outcome": "result", "seconds": 0.5}
 
 
 class Echo:
@@ -55,11 +57,31 @@ class Echo:
                 return StepResult([])
         if said == "end":
             return StepResult([], reward=1.0, terminated=True, info={"said": "end"})
-        return StepResult([{"role": "user", "content": f"{said}?"}], reward=0.25)
+        return StepResult([{"role": "user", "content": f"{said}?"}], reward=0.25, tool_outcomes=[ECHOED])
 
     async def close(self) -> None:
         if self.marks:
             (self.marks / f"open-{self.name}-{id(self)}").unlink()
+
+
+class SlowForOne:
+    """One of its tasks is answered once there is the file `answer` in the folder. There is `asked` when it waits."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        self.is_slow = task["ground_truth"] == "1"
+        return Observation([])
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        if self.is_slow:
+            (self.folder / "asked").touch()
+            while not (self.folder / "answer").exists():
+                await asyncio.sleep(0.01)
+        return StepResult([{"role": "user", "content": "go on"}])
+
+    async def close(self) -> None: ...
 
 
 class Unhurried(Echo):
@@ -157,7 +179,7 @@ class NeedsArgument:
 class OnlyReset:
     """Is no environment."""
 
-    async def reset(self) -> None: ...
+    async def reset(self, task: object, *, seed: int, episode_id: str) -> None: ...
 
 
 class Chatty:
@@ -189,3 +211,22 @@ class Starts:
         raise AssertionError
 
     async def close(self) -> None: ...
+
+
+class SilentAgent:
+    """An agent that asks the policy nothing."""
+
+    def __init__(self, script: str, times: int) -> None:
+        self.script = script
+
+    async def run(self, data: Mapping[str, Any], *, base_url: str, api_key: str) -> Any:
+        match self.script:
+            case "raises":
+                raise RuntimeError("no idea")
+            case "returns_text":
+                return "done"
+            case "idle":
+                await asyncio.sleep(3600)
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.protos.types import FinishReason, Prompt, SamplingParameters, Segment, VersionSpan
+from tandem.protos.types import FinishReason, Prompt, SamplingParameters, Segment, Trajectory, VersionSpan
 from tandem.rollout.sampler import Completion, Sampler, SamplingRequest
 from tandem.services.data.chat import ChatEncoder
 from tests.support.tiny_model import CHAT_TEMPLATE, EOS_ID, build_tiny_model, character_tokenizer
@@ -89,3 +89,10 @@ def sampled_parts(segment: Segment) -> list[tuple[int, int]]:
     """Start and end of each turn."""
     edges = np.flatnonzero(np.diff(segment.loss_mask, prepend=0, append=0).astype(bool))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def texts_of(row: Trajectory) -> list[list[str]]:
+    """The sampled texts of each segment."""
+    return [
+        [tokenizer().decode(one.ids[start:end].tolist()) for start, end in sampled_parts(one)] for one in row.segments
+    ]

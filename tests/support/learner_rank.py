@@ -56,9 +56,10 @@ WHOLE_BATCH = {
             aggregation="seq-mean-token-mean",
         )
     ),
-    "components, m2po, geometric rejection, filtration": WholeBatch(
+    "components, m2po, geometric rejection, filtration, epochs": WholeBatch(
         TrainerConfig(
             **_WHOLE,
+            epochs_per_batch=2,
             advantage="gdpo",
             correction={"rejections": [{"level": "geometric", "measure": "k3", "high": 0.02}]},
             loss={"name": "m2po", "threshold": 0.001},

@@ -128,6 +128,7 @@ class MadeUpBatch:
             self.targets,
             policy_version=VERSION,
             num_steps=self.num_steps,
+            num_epochs=1,
             coefficients=first_coefficients(config.kl),
             max_response_tokens=MAX_TOKENS,
             seed=0,

@@ -43,8 +43,9 @@ def train_reference(
         policy.packing = plan["packing"]
         policy.set_learning_rate(learning_rate(plan["policy_version"], config, total_batches))
         steps = read_rows(folder, plan, config)
-        proximal = [[proximal_logprobs(policy, rows, len(steps), config) for rows in cells] for cells in steps]
-        for cells, known in zip(steps, proximal, strict=True):
+        num_steps = len(steps) * config.epochs_per_batch
+        proximal = [[proximal_logprobs(policy, rows, num_steps, config) for rows in cells] for cells in steps]
+        for cells, known in list(zip(steps, proximal, strict=True)) * config.epochs_per_batch:
             for rows, proximal_N in zip(cells, known, strict=True):
                 policy.backward(loss_of(policy.logprobs(rows), proximal_N, rows, config))
             policy.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import load_recipe
 from tandem.services.run.folder import redis_url_of
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, JsonLines
+from tests.support.tampered import other_last_token, tamper, with_last_segment
 from tests.support.whole_run import WholeRun, service_process
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -28,6 +30,13 @@ def running_redis(run: WholeRun, supervisor: subprocess.Popen[str]) -> str:
     return redis_url_of(load_recipe(run.recipe))
 
 
+def num_opened(redis_url: str) -> float:
+    """The environments that the second process of the service has opened."""
+    with closing(Buffer(redis_url, "episodes")) as buffer:
+        starts = int(buffer.connection.hash("starts")[b"environments-0"])
+        return buffer.figures()["environments-0"]["opened"] if starts > 1 else 0.0
+
+
 def saved_turns(redis_url: str) -> list[int]:
     """Answered turns of each episode that is saved in the run's Redis before its end."""
     with closing(Buffer(redis_url, "episodes")) as buffer:
@@ -37,12 +46,16 @@ def saved_turns(redis_url: str) -> list[int]:
     return [len(row.metadata["episode"]["rewards"]) for row in rows if row.finish_reason == "abort"]
 
 
-def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_and_replays(tmp_path: Path) -> None:
+def test_a_run_whose_sampler_and_environments_are_killed_in_the_middle_of_episodes_trains_on_them_and_replays(
+    tmp_path: Path,
+) -> None:
+    """The environments are in a service."""
     run = WholeRun(
         tmp_path,
         run={"run_id": "episodes", "total_batches": BATCHES, "groups_per_batch": 4, "staleness_budget": 2},
         rollout={"samples_per_prompt": 4, "stop": tuple(LETTERS)},
         environment={
+            "service": True,
             "path": "tests.support.environments:Unhurried",
             "arguments": {"faults": {"a": "once raise"}, "marks": str(tmp_path)},
             "max_turns": 4,
@@ -53,6 +66,9 @@ def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_
     )
     supervisor = run.start("run", str(run.recipe))
     address = running_redis(run, supervisor)
+    run.wait_for(lambda: max(saved_turns(address), default=0) >= 1, supervisor)
+    service_process(supervisor, "environments").kill()
+    run.wait_for(lambda: num_opened(address) > 0, supervisor)
     run.wait_for(lambda: max(saved_turns(address), default=0) >= 1, supervisor)
     service_process(supervisor, "rollout").kill()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
@@ -77,9 +93,32 @@ def test_a_run_whose_sampler_is_killed_in_the_middle_of_episodes_trains_on_them_
     assert max(run.instances().values()) == 1
     run.ledger()
     assert run.summary()["groups"]["committed"] == BATCHES * 4
-    replayed = run.tandem("replay", str(run.folder))
+    replayed = run.tandem("replay", str(run.folder), "--generation")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    assert "equal" in replayed.stdout
+    assert f"{len(rows)} episodes repeated on the environment: no observation differs" in replayed.stdout
+    assert "equal bit for bit" in replayed.stdout
+    assert f"{len(rows)} trajectories, {sum(turns)} turns, " in replayed.stdout
+    check_that_what_was_tampered_with_is_named(run)
+
+
+def check_that_what_was_tampered_with_is_named(run: WholeRun) -> None:
+    name = tamper(run.folder, lambda row: with_last_segment(row, other_last_token))
+    done = run.tandem("replay", str(run.folder), "--generation")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if "token id" in line]
+    assert said.startswith(f"{name}, turn ") and "was recorded, " in said
+    name = tamper(run.folder, with_other_seed)
+    done = run.tandem("replay", str(run.folder), "--generation")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{name}: observation of reset: ") and "seed 0" in done.stdout
+
+
+def with_other_seed(row: Trajectory) -> Trajectory:
+    """The trajectory with another first observation."""
+    first = next(place for place, one in enumerate(row.metadata["messages"]) if "seed" in one["content"])
+    messages = [*row.metadata["messages"]]
+    messages[first] = {"role": "user", "content": "seed 0"}
+    return replace(row, metadata={**row.metadata, "messages": messages})
 
 
 def check_evaluations(run: WholeRun) -> None:

@@ -115,7 +115,7 @@ def stand_in(recipe: Recipe) -> list[str]:
     if trainer.selection.overlong_penalty is not None:
         small.append("trainer.selection.overlong_penalty.buffer_tokens=8")
     if recipe.environment.tools:
-        tools = json.dumps([f"{ROOT}/{tool}" for tool in recipe.environment.tools])
+        tools = json.dumps([f"{ROOT}/{tool}" if ":" in tool else tool for tool in recipe.environment.tools])
         small += [f"environment.tools={tools}", "model.chat_template=tools.jinja", "data.max_prompt_tokens=900"]
     if trainer.needs_critic:
         small.append("trainer.critic.warmup_batches=1")

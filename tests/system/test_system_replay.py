@@ -1,4 +1,6 @@
-"""A run can be trained again from its records: bit for bit at S = 0 and S = 4, with one rank and with two."""
+"""A run can be trained again from its records: bit for bit at S = 0 and S = 4, with one rank and with two. And what it
+trained on can be sampled again.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config import load_resolved
 from tests.support.engine_inputs import relative_error
 from tests.support.reference_loop import train_reference
+from tests.support.tampered import other_first_logprob, tamper, with_last_segment
 from tests.support.whole_run import WholeRun, service_process
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -37,10 +40,20 @@ def check_asynchronous(run: WholeRun) -> None:
     assert share >= 0.2 and staleness >= 0.5, f"{share:.0%} of trajectories of several versions, {staleness:.2f} old"
 
 
-def check_replay(run: WholeRun) -> None:
-    """Training again from the records ends with the same weights bit for bit."""
-    done = run.tandem("replay", str(run.folder))
+def check_replay(run: WholeRun, *options: str) -> str:
+    """Training again from the records ends with the same weights bit for bit. Returns what was printed."""
+    done = run.tandem("replay", str(run.folder), *options)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_generation(run: WholeRun) -> None:
+    """As `check_replay`, and every token that can be compared is sampled again."""
+    spans = [row.trajectory.segments[0].spans for _, row in run.trained_rows()]
+    several = any(one.policy_version != row[0].policy_version for row in spans for one in row)
+    said = check_replay(run, "--generation")
+    assert f"{len(spans)} trajectories, {len(spans)} turns, " in said and "sampled again: no difference" in said, said
+    assert ("tokens sampled after the weights changed within their turn" in said) == several, said
 
 
 @pytest.mark.parametrize(("engine", "tied"), [("vllm", True), ("transformers", False)])
@@ -48,8 +61,17 @@ def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, engine: str, ti
     run = WholeRun(tmp_path, tied=tied, rollout={"engine": engine})
     run.finish()
     check_asynchronous(run)
-    check_replay(run)
+    check_generation(run)
     check_against_the_reference_loop(run)
+    if engine == "transformers":  # which starts sooner
+        check_that_another_logprob_is_named(run)
+
+
+def check_that_another_logprob_is_named(run: WholeRun) -> None:
+    name = tamper(run.folder, lambda row: with_last_segment(row, other_first_logprob))
+    done = run.tandem("replay", str(run.folder), "--generation")
+    told = f"{name}, turn 0, sampled by version 0: token 0 of the turn: token id "
+    assert done.returncode == 1 and told in done.stdout, done.stdout + done.stderr
 
 
 def check_against_the_reference_loop(run: WholeRun) -> None:
@@ -70,7 +92,7 @@ def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replay
         spans = [span for segment in row.trajectory.segments for span in segment.spans]
         assert {span.policy_version for span in spans} == {version - 1}
     assert run.summary()["observed_max_staleness"] == 0
-    check_replay(run)
+    check_generation(run)
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", pytest.param("fsdp", marks=pytest.mark.deploy)])
@@ -79,7 +101,7 @@ def test_two_ranks_that_shard_train_and_replay(tmp_path: Path, backend: str) -> 
     run = WholeRun(tmp_path, trainer=trainer, **SHORT)
     run.finish()
     check_asynchronous(run)
-    check_replay(run)
+    check_generation(run)
 
 
 def test_only_adapters_are_broadcast_even_after_kills(tmp_path: Path) -> None:
@@ -99,7 +121,7 @@ def test_only_adapters_are_broadcast_even_after_kills(tmp_path: Path) -> None:
     assert {line["weight_bytes"] for line in lines if not line.get("replayed")} == {adapters}
     # At S = 0 samplers and trainer have the same weights, merged or beside the base as in PEFT.
     assert all(line["behavior_proximal_kl"] < 1e-9 for line in lines)
-    check_replay(run)
+    check_generation(run)
 
 
 @pytest.mark.deploy
@@ -127,11 +149,11 @@ def test_a_trainer_runs_on_two_hosts(tmp_path: Path) -> None:
         redis.stop()
 
 
-def test_several_optimizer_steps_per_batch_and_the_disk_weight_backend_replay(tmp_path: Path) -> None:
-    changes = {"trainer": {"optimizer_steps_per_batch": 2}, "weights": {"backend": "disk"}}
+def test_several_optimizer_steps_and_epochs_and_the_disk_weight_backend_replay(tmp_path: Path) -> None:
+    changes = {"trainer": {"optimizer_steps_per_batch": 2, "epochs_per_batch": 2}, "weights": {"backend": "disk"}}
     run = WholeRun(tmp_path, tied=False, **changes, **SHORT)
     run.finish()
     check_asynchronous(run)
     summary = run.summary()
-    assert (summary["optimizer_steps"], summary["weight_updates"], summary["groups"]["dropped"]) == (10, 5, 0)
+    assert (summary["optimizer_steps"], summary["weight_updates"], summary["groups"]["dropped"]) == (20, 5, 0)
     check_replay(run)

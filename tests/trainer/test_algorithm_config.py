@@ -196,7 +196,7 @@ def test_a_loss_with_a_ratio_refuses_presets_that_bypass_the_proximal_policy(los
 
 
 def test_only_gae_has_a_critic() -> None:
-    assert read('advantage = "gae"').needs_critic and not read().needs_critic
+    assert all(read(f'advantage = "{name}"').needs_critic for name in ("gae", "turn_gae")) and not read().needs_critic
     text = "[trainer.critic]\nlearning_rate = 1e-4"
     assert read(text, "trainer.advantage=gae").critic == CriticConfig(learning_rate=1e-4)
     assert complaint(text).startswith("trainer: critic is set, but advantage grpo has none")

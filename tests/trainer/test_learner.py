@@ -228,10 +228,11 @@ NUM_BATCHES = 3
 
 CONFIGS = {
     "default": TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=96),
-    "several steps, sequence mean": TrainerConfig(
+    "several steps and epochs, sequence mean": TrainerConfig(
         learning_rate=2e-3,
         tokens_per_micro_batch=64,
         optimizer_steps_per_batch=3,
+        epochs_per_batch=2,
         aggregation="seq-mean-token-mean",
         advantage="dr_grpo",
         warmup_batches=2,
@@ -241,7 +242,9 @@ CONFIGS = {
     "uncorrected, stage 0": TrainerConfig(
         learning_rate=1e-3, correction="none", zero_stage=0, gradient_clip=0.1, loss={"clip_high": 0.3}
     ),
-    "shared prompts": TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=96, packing="shared"),
+    "shared prompts, epochs of one step": TrainerConfig(
+        learning_rate=1e-3, tokens_per_micro_batch=96, packing="shared", epochs_per_batch=3
+    ),
 }
 
 

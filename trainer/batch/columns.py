@@ -16,6 +16,7 @@ from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.critic import Critic
 from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics
@@ -32,6 +33,7 @@ class BatchColumns:
     behavior_N: Tensor | None = None
     versions_N: Tensor | None = None
     columns_N: Tensor | None = None
+    turns_N: Tensor | None = None
     token_rewards_N: Tensor | None = None
     proximal_N: Tensor | None = None
     squared_probs_N: Tensor | None = None
@@ -51,7 +53,7 @@ def needs_every_step(config: AlgorithmConfig) -> bool:
 def compute_columns(
     layout: BatchLayout,
     steps: Sequence[Sequence[MicroBatch]],
-    config: AlgorithmConfig,
+    config: TrainerConfig,
     *,
     policy: TrainingEngine,
     reference: ReferencePolicy | None,
@@ -64,7 +66,7 @@ def compute_columns(
     correction, needs = config.correction, config.advantage.needs
     # With one optimizer step, the proximal log-probs are the current ones and cost nothing.
     needs_proximal = (
-        (len(steps) > 1 and correction.proximal == "recomputed")
+        (len(steps) * config.epochs_per_batch > 1 and correction.proximal == "recomputed")
         or (correction.needs_whole_batch and correction.proximal != "bypassed")
         or bool({"logprobs", "squared_probs"} & needs)
         or config.kl.reward is not None
@@ -87,11 +89,14 @@ def compute_columns(
     if reference is not None:
         logprobs = dict(zip(cells, reference.logprobs(list(cells.values())), strict=True))
         reference_N = layout.gather(logprobs, device=device)
-    positions_N = column(lambda one: one.response_column_N, torch.int64) if "columns" in needs else None
+    needs_positions = bool({"columns", "turns"} & needs)
+    positions_N = column(lambda one: one.response_column_N, torch.int64) if needs_positions else None
     return BatchColumns(
         finite_N=column(lambda one: finite_tokens(one.behavior_logprobs_N, one.lengths_B), torch.uint8).bool(),
         behavior_N=column(lambda one: one.behavior_logprobs_N) if needs_behavior else None,
         versions_N=column(lambda one: one.versions_N, torch.int64) if needs_behavior else None,
+        # before `_whole_rows`, which changes the positions
+        turns_N=None if positions_N is None else turn_numbers(layout, positions_N),
         columns_N=None if positions_N is None else _whole_rows(layout, positions_N),
         token_rewards_N=column(lambda one: one.token_rewards_N) if config.advantage.reads_places else None,
         proximal_N=proximal_N,
@@ -99,6 +104,18 @@ def compute_columns(
         reference_N=reference_N,
         values_N=None if critic is None else column(critic.values),
     )
+
+
+def turn_numbers(layout: BatchLayout, positions_N: Tensor) -> Tensor:
+    """The number of each loss token's turn in its trajectory, (N,) int64. A turn ends where given tokens follow, and
+    with its segment, because `positions_N` counts from the segment's first loss token.
+    """
+    begins_N = torch.ones_like(positions_N, dtype=torch.bool)
+    begins_N[1:] = positions_N.diff() != 1
+    counts_N = begins_N.cumsum(0)
+    filled_R = layout.lengths_R > 0
+    firsts_R = (layout.lengths_R.cumsum(0) - layout.lengths_R)[filled_R]
+    return counts_N - counts_N[firsts_R].repeat_interleave(layout.lengths_R[filled_R])
 
 
 def _whole_rows(layout: BatchLayout, columns_N: Tensor) -> Tensor:

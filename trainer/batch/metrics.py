@@ -45,14 +45,14 @@ class BatchSums:
         value = value.to(self._device, torch.float64)
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def reduce(self) -> dict[str, float]:
-        """The metrics of the batch. Every rank must call it and gets the same; all ranks must have added the same kinds
-        of sums.
+    def reduce(self, num_epochs: int) -> dict[str, float]:
+        """The metrics of the batch, means over its epochs. Every rank must call it and gets the same; all ranks must
+        have added the same kinds of sums.
 
-        `loss` and `value_loss` sum over optimizer steps. Marks are means over the trained tokens (`clipped_fraction`:
-        tokens whose gradient the loss bounded). `entropy` is exact if the loss has an entropy bonus; otherwise it is
-        the mean of −log π over the sampled tokens, which estimates it. trainer/off_policy/diagnostics.py describes the
-        others.
+        `loss` and `value_loss` sum over the optimizer steps of an epoch. Marks are means over the trained tokens
+        (`clipped_fraction`: tokens whose gradient the loss bounded). `entropy` is exact if the loss has an entropy
+        bonus; otherwise it is the mean of −log π over the sampled tokens, which estimates it.
+        trainer/off_policy/diagnostics.py describes the others.
         """
         names = sorted(self._sums)
         values = torch.stack([self._sums[name] for name in names])
@@ -61,7 +61,8 @@ class BatchSums:
             distributed.all_reduce(values)
             distributed.all_reduce(correction.sums_SK)
             distributed.all_reduce(correction.maxima_SM, distributed.ReduceOp.MAX)
-        sums = dict(zip(names, values.tolist(), strict=True))
+        correction.sums_SK.div_(num_epochs)
+        sums = dict(zip(names, values.div_(num_epochs).tolist(), strict=True))
         num_tokens = sums.get("tokens", 0.0)  # missing if the batch only trains the critic
         figures = {"loss": sums.get("loss", 0.0), "trained_tokens": num_tokens, **correction.figures()}
         for name in names:

@@ -96,7 +96,11 @@ def _plan(
 
 def packing_metrics(batch: TrainBatch) -> dict[str, float]:
     """How well the batch is packed."""
-    return {"padding_fraction": padding_fraction(batch), "shared_fraction": shared_fraction(batch)}
+    return {
+        "num_micro_batches": sum(batch.num_micro_batches),
+        "padding_fraction": padding_fraction(batch),
+        "shared_fraction": shared_fraction(batch),
+    }
 
 
 def padding_fraction(batch: TrainBatch) -> float:

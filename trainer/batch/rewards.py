@@ -74,6 +74,7 @@ def learning_targets(
         squared_probs_N=_double(start.squared_probs_N),
         behavior_weights_N=_behavior_weights(layout, start, config) if config.advantage.weighs_tokens else None,
         columns_N=start.columns_N,
+        turns_N=start.turns_N,
     )
     result = estimate(inputs, config.advantage)
     advantages_N = result.advantages_N

@@ -34,7 +34,7 @@ class EstimatorBatch:
     components_RC: Tensor | None = None
     """Each row's reward components, before they are added up (GDPO)."""
     values_N: Tensor | None = None
-    """The critic's values (GAE)."""
+    """The critic's values (the estimators with a critic)."""
     logprobs_N: Tensor | None = None
     """Proximal log-probs (the token baselines)."""
     squared_probs_N: Tensor | None = None
@@ -45,6 +45,8 @@ class EstimatorBatch:
     """
     columns_N: Tensor | None = None
     """int64 position of each loss token in its row's response, counting tool tokens; increases within a row."""
+    turns_N: Tensor | None = None
+    """int64 number of each loss token's turn in its row, from 0 on and without gaps."""
 
     def __post_init__(self) -> None:
         num_tokens, num_rows = self.rewards_N.shape, self.lengths_R.shape

@@ -12,7 +12,7 @@ from tandem.trainer.named_options import models_by_name
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
-Need = Literal["values", "baselines", "components", "logprobs", "squared_probs", "columns"]
+Need = Literal["values", "baselines", "components", "logprobs", "squared_probs", "columns", "turns"]
 """An optional column of `EstimatorBatch`."""
 
 
@@ -187,6 +187,35 @@ class GdpoOptions(EstimatorOptions):
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
+class TurnGrpoOptions(EstimatorOptions):
+    """GRPO of turns: the return from a turn on, compared with the group's at the same turn (arXiv:2511.14846,
+    arXiv:2505.10978).
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"turns"})
+    reads_places: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.turn_level:turn_grpo"
+    name: Literal["turn_grpo"] = "turn_grpo"
+    gamma: Fraction = 1.0
+    """Discount per turn."""
+
+
+class TurnGaeOptions(EstimatorOptions):
+    """Generalised advantage estimation over turns, with a critic (arXiv:2512.17008, arXiv:2402.19446)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"values", "turns"})
+    compares_answers: ClassVar[bool] = False
+    reads_places: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.turn_level:turn_gae"
+    name: Literal["turn_gae"] = "turn_gae"
+    gamma: Fraction = 1.0
+    """Discount per turn."""
+    lam: Fraction = 1.0
+    """λ: 0 relies on the critic, 1 on the rewards."""
+    whiten: bool = True
+    """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
+
+
 class OptimalTokenBaselineOptions(EstimatorOptions):
     """The optimal token baseline, comparing rows position by position (arXiv:2602.07078)."""
 
@@ -230,6 +259,9 @@ NAMES_ELSEWHERE = {
     "reinforce_pp": "reinforce_plus_plus",
     "reinforce++_baseline": "reinforce_plus_plus_baseline",
     "vc_ppo": "gae",
+    "turn_ppo": "turn_gae",
+    "turn_level_gae": "turn_gae",
+    "turn_wise_gae": "turn_gae",
     "otb": "optimal_token_baseline",
     "tir_otb": "tir_optimal_token_baseline",
 }

@@ -22,6 +22,7 @@ _COLUMNS: dict[Need, tuple[str, str]] = {
     "logprobs": ("logprobs_N", "a proximal log-prob"),
     "squared_probs": ("squared_probs_N", "a Σπ²"),
     "columns": ("columns_N", "a position"),
+    "turns": ("turns_N", "a turn"),
 }
 """The column of `EstimatorBatch` that each need is about, and what an error calls one of its values."""
 

@@ -21,7 +21,7 @@ def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:
     """
     assert batch.values_N is not None
     values_N = batch.values_N.double()
-    deltas_N = _temporal_differences(batch.rewards_N, values_N, batch.lengths_R, options.gamma)
+    deltas_N = temporal_differences(batch.rewards_N, values_N, batch.lengths_R, options.gamma)
     advantages_N = discounted_sums(deltas_N, batch.lengths_R, options.gamma * options.lam)
     if options.critic_lam is None:
         returns_N = advantages_N + values_N
@@ -30,7 +30,8 @@ def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:
     return Estimate(whiten(advantages_N) if options.whiten else advantages_N, returns_N)
 
 
-def _temporal_differences(rewards_N: Tensor, values_N: Tensor, lengths_R: Tensor, gamma: float) -> Tensor:
+def temporal_differences(rewards_N: Tensor, values_N: Tensor, lengths_R: Tensor, gamma: float) -> Tensor:
+    """r_t + γ·V_{t+1} − V_t, with V = 0 after a row's last step."""
     deltas_N = rewards_N - values_N
     last_R = (lengths_R.cumsum(0) - 1)[lengths_R > 0]
     last_deltas_R = deltas_N[last_R]

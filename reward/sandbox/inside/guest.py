@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 
 from tandem.reward.sandbox.inside import kernel, program, seccomp, wire
 
+TAIL_BYTES = 4096
+"""Of a program's standard error that are kept."""
+
 _CHUNK_BYTES = 1 << 16
-_TAIL_BYTES = 4096  # of a program's standard error that are kept
 _STACK_BYTES = 64 << 20
 _MIN_WAIT_SECONDS = 0.01
 _LAST_WAIT_MILLISECONDS = 10  # for a program that ends or is killed while it is being stopped
@@ -153,7 +155,7 @@ class _Run:
         if descriptor == self._descriptors[0]:
             self.out += data
         else:
-            self.err = (self.err + data)[-_TAIL_BYTES:]
+            self.err = (self.err + data)[-TAIL_BYTES:]
             self._err_bytes += len(data)
         if len(self.out) > most or self._err_bytes > most:
             self.stopped = "output"

@@ -46,9 +46,17 @@ def main(kind: str, texts: list[str]) -> NoReturn:
             status = 0
     except SystemExit as end:
         status = _exit_status(end)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        _print_traceback(error)
     _leave(status)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """From the program's own frames on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
 
 
 def _reset_interpreter() -> None:

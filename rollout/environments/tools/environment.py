@@ -7,23 +7,24 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
 
-from tandem.protos.contracts import JsonObject, Message, Observation, StepResult
+from pydantic import ValidationError
+
+from tandem.protos.contracts import JsonObject, Message, Observation, Resume, StepResult, ToolOutcome
 from tandem.rollout.environments.loading import ContractError
+from tandem.rollout.environments.tools.effects import KEY
 from tandem.rollout.environments.tools.forked_call import CrashError, RaisedError
 from tandem.rollout.environments.tools.function_schema import ArgumentError
+from tandem.rollout.environments.tools.outcomes import RESULT, InvalidCall, ToolError
+from tandem.rollout.environments.tools.python_tool import PYTHON, PythonConfig
 from tandem.rollout.environments.tools.sources import load_tools
-from tandem.rollout.environments.tools.tool import Instance, Tool, ToolResult
+from tandem.rollout.environments.tools.tool import Instance, Tool, ToolResult, shortened
 
 _RESERVE_SECONDS = 2.0  # of a step, for what is not the tools' time; a quarter of a short one
 _MAX_TURN_CALLS = 64
 _MAX_TURN_CHARS = 16_000  # of all results of a turn: a step has at most 256 KiB, and a character up to 12 bytes there
-
-InvalidCall = Literal["unparsable_call", "unknown_tool", "bad_arguments"]
-ToolError = Literal["exception", "timeout", "crashed", "call_limit"] | InvalidCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,27 @@ class _Call:
     tool: Tool | None
     arguments: Mapping[str, object]
     fault: tuple[InvalidCall, str] | None = None
+    key: str = ""
+    """Names the call in all attempts at its turn."""
 
 
 class ToolEnvironment:
     """Calls tools for the policy until it answers without a call.
 
-    `tools` name their sources. `max_calls` bounds the executed calls of an episode, `max_invalid_calls` how many calls
-    in a row may be invalid before the episode ends, `max_result_chars` the text of one result.
+    `tools` name their sources, or are tools by name. `max_calls` bounds the executed calls of an episode,
+    `max_invalid_calls` how many calls in a row may be invalid before the episode ends, `max_result_chars` the text of
+    one result, `python` the settings of that tool. An interrupted episode goes on without the calls that were answered,
+    unless an instance of a tool would be lost.
     """
 
     def __init__(
         self,
-        tools: Sequence[str],
+        tools: Sequence[str] | Mapping[str, Tool],
         *,
         max_calls: int = 32,
         max_invalid_calls: int = 3,
         max_result_chars: int = 4096,
+        python: JsonObject | None = None,
     ) -> None:
         limits = {"max_calls": max_calls, "max_invalid_calls": max_invalid_calls, "max_result_chars": max_result_chars}
         for name, limit in limits.items():
@@ -57,8 +63,11 @@ class ToolEnvironment:
                 raise ContractError(f"arguments.{name} is {limit!r}, and it must be a whole number of at least 1")
         if max_result_chars > _MAX_TURN_CHARS:
             raise ContractError(f"arguments.max_result_chars is {max_result_chars}, at most {_MAX_TURN_CHARS}")
-        self._tools = load_tools(tuple(tools))
+        self._tools = tools if isinstance(tools, Mapping) else load_tools(tuple(tools), _python_config(tools, python))
         self.tool_schemas = [tool.schema for tool in self._tools.values()]
+        self.unsafe_tools = [name for name, tool in self._tools.items() if tool.effect == "unsafe"]
+        keeps_state = any(tool.keeps_state for tool in self._tools.values())
+        self.resume: Resume = "restart" if keeps_state else "snapshot"
         self._max_calls = max_calls
         self._max_invalid_calls = max_invalid_calls
         self._max_result_chars = max_result_chars
@@ -67,6 +76,8 @@ class ToolEnvironment:
         self._num_invalid_calls = 0
         self._num_invalid_in_a_row = 0
         self._errors: Counter[ToolError] = Counter()
+        self._outcomes: list[ToolOutcome] = []
+        """Of the current step."""
 
     async def reset(self, task: JsonObject, *, seed: int, episode_id: str) -> Observation:
         for name, tool in self._tools.items():
@@ -77,9 +88,11 @@ class ToolEnvironment:
         written = action.get("tool_calls", ())
         if not written:
             return StepResult([], await self._final_reward(), terminated=True, info=self._info())
-        calls = [self._read(call) for call in written[:_MAX_TURN_CALLS]]
+        read = [self._read(call) for call in written[:_MAX_TURN_CALLS]]
+        calls = [replace(call, key=f"{idempotency_key}/{place}") for place, call in enumerate(read)]
         max_chars = min(self._max_result_chars, _MAX_TURN_CHARS // len(calls))
         messages: list[Message] = []
+        self._outcomes = []
         reward, too_many_invalid = 0.0, False
         groups = list(_groups(calls))
         reserve = min(_RESERVE_SECONDS, (deadline - time.time()) / 4)
@@ -96,7 +109,21 @@ class ToolEnvironment:
             messages.append({"role": "tool", "content": self._error("call_limit", told, len(told))})
         if too_many_invalid:
             reward += await self._final_reward()
-        return StepResult(messages, reward, terminated=too_many_invalid, info=self._info())
+        return StepResult(messages, reward, too_many_invalid, info=self._info(), tool_outcomes=self._outcomes)
+
+    async def snapshot(self) -> bytes:
+        state = {
+            "calls": (self._num_calls, self._num_invalid_calls, self._num_invalid_in_a_row),
+            "errors": self._errors,
+            "tools_kwargs": {name: one.arguments for name, one in self._instances.items() if one.arguments},
+        }
+        return json.dumps(state).encode()
+
+    async def restore(self, state: bytes) -> None:
+        saved = json.loads(state)
+        await self.reset({"extra_info": {"tools_kwargs": saved["tools_kwargs"]}}, seed=0, episode_id="")
+        self._num_calls, self._num_invalid_calls, self._num_invalid_in_a_row = saved["calls"]
+        self._errors.update(saved["errors"])
 
     async def close(self) -> None:
         instances, self._instances = self._instances, {}
@@ -124,26 +151,37 @@ class ToolEnvironment:
     async def _answer(self, call: _Call, seconds: float, max_chars: int) -> ToolResult:
         if call.fault is not None:
             self._num_invalid_calls += 1
-            return ToolResult(self._error(*call.fault, max_chars))
+            return ToolResult(self._error(*call.fault, max_chars, call.tool))
         assert call.tool is not None, "a valid call has a tool"
         if self._num_calls >= self._max_calls:
             told = f"the call was not executed: an episode has at most {self._max_calls} calls"
-            return ToolResult(self._error("call_limit", told, max_chars))
+            return ToolResult(self._error("call_limit", told, max_chars, call.tool))
         self._num_calls += 1
-        instance = self._instances[call.tool.name]
+        instance, began_at = self._instances[call.tool.name], time.monotonic()
+        given = {**call.arguments, KEY: call.key} if call.tool.takes_key else call.arguments
         try:
-            return await call.tool.execute(instance, call.arguments, seconds=seconds, max_chars=max_chars)
-        except TimeoutError:
-            return ToolResult(self._error("timeout", f"the tool had not ended after {seconds:.3g} s", max_chars))
+            result = await call.tool.execute(instance, given, seconds=seconds, max_chars=max_chars)
+        except TimeoutError as error:
+            told = str(error) or f"the tool had not ended after {seconds:.3g} s"
+            return ToolResult(self._error("timeout", told, max_chars, call.tool, began_at))
         except CrashError as error:
-            return ToolResult(self._error("crashed", str(error), max_chars))
+            return ToolResult(self._error("crashed", str(error), max_chars, call.tool, began_at))
         except RaisedError as error:
-            return ToolResult(self._error("exception", str(error), max_chars))
+            return ToolResult(self._error("exception", str(error), max_chars, call.tool, began_at))
+        self._note(RESULT, call.tool, began_at)
+        return result
 
-    def _error(self, kind: ToolError, detail: str, max_chars: int) -> str:
-        """What the policy reads of an error, which is counted."""
+    def _error(
+        self, kind: ToolError, detail: str, max_chars: int, tool: Tool | None = None, began_at: float | None = None
+    ) -> str:
+        """What the policy reads of an error, which is counted. `began_at`: when a call that was executed began."""
         self._errors[kind] += 1
-        return f"error: {kind}: {detail[:max_chars]}"
+        self._note(kind, tool, began_at)
+        return f"error: {kind}: {shortened(detail, max_chars)}"
+
+    def _note(self, outcome: str, tool: Tool | None, began_at: float | None) -> None:
+        seconds = None if began_at is None else time.monotonic() - began_at
+        self._outcomes.append({"tool": "" if tool is None else tool.name, "outcome": outcome, "seconds": seconds})
 
     async def _final_reward(self) -> float:
         return sum([await self._tools[name].calc_reward(one) for name, one in self._instances.items()])
@@ -156,6 +194,16 @@ class ToolEnvironment:
             "num_tool_failures": failures,
             "tool_errors": dict(self._errors),
         }
+
+
+def _python_config(tools: Sequence[str], settings: JsonObject | None) -> PythonConfig:
+    if settings is not None and PYTHON not in tools:
+        raise ContractError(f'arguments.{PYTHON} is for the tool "{PYTHON}", which tools does not name')
+    try:
+        return PythonConfig.model_validate(settings or {})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ContractError(f"arguments.{'.'.join(map(str, (PYTHON, *fault['loc'])))}: {fault['msg']}") from None
 
 
 def _groups(calls: Iterable[_Call]) -> Iterator[Sequence[_Call]]:

@@ -37,36 +37,53 @@ async def call_in_fork(function: Callable[[], JsonObject], seconds: float) -> Js
     The child has the memory of this process as it is now; what the function changes there is lost. What it started ends
     with it, unless that left its process group. Raises RaisedError, CrashError, or TimeoutError after `seconds`.
     """
-    parent = os.getpid()
-    sys.stdout.flush()  # else the child would print it again
-    sys.stderr.flush()
     try:
         reading, writing = os.pipe()
     except OSError as error:
         raise CrashError(f"its process could not be started ({error.strerror})") from None
     try:
-        child = os.fork()
-        if child == 0:
-            _run(function, writing, parent)
-    except OSError as error:
+        child = fork_watched(lambda: _write_result(function, writing))
+    except CrashError:
         os.close(reading)
-        raise CrashError(f"its process could not be started ({error.strerror})") from None
+        raise
     finally:
         os.close(writing)  # before the next fork, which would inherit it
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(child, child)  # the child does it, too; whichever comes first
     try:
         line = await _read_line(reading, seconds)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)  # noqa: ASYNC222  # it was killed
+        kill_fork(child)
     if not line.endswith(b"\n"):
         raise CrashError("its process ended without a result")
     answer: JsonObject = json.loads(line)
     if "raised" in answer:
         raise RaisedError(answer["raised"])
     return answer
+
+
+def fork_watched(call: Callable[[], None]) -> int:
+    """Forks a process that makes the call and ends. Returns the id for `kill_fork`.
+
+    It ends with this process, as does what it has started. Raises CrashError if it cannot be started.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()  # else the child would print it again
+    sys.stderr.flush()
+    try:
+        child = os.fork()
+    except OSError as error:
+        raise CrashError(f"its process could not be started ({error.strerror})") from None
+    if child == 0:
+        _watch(call, parent)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(child, child)  # the child does it, too; whichever comes first
+    return child
+
+
+def kill_fork(child: int) -> None:
+    """Kills a process of `fork_watched` and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 async def _read_line(reading: int, seconds: float) -> bytes:
@@ -81,8 +98,8 @@ async def _read_line(reading: int, seconds: float) -> bytes:
         transport.close()
 
 
-def _run(function: Callable[[], JsonObject], writing: int, parent: int) -> NoReturn:
-    """The child. Its own child calls the function; it waits, to kill both and what they started if the parent dies."""
+def _watch(call: Callable[[], None], parent: int) -> NoReturn:
+    """The child. Its own child makes the call; it waits, to kill both and what they started if the parent dies."""
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
@@ -90,27 +107,30 @@ def _run(function: Callable[[], JsonObject], writing: int, parent: int) -> NoRet
         if os.getppid() == parent:  # else it died before the signal was set
             watching = os.getpid()
             if (caller := os.fork()) == 0:
-                _call(function, writing, watching)
-            os.close(writing)
+                _call(call, watching)
             os.waitpid(caller, 0)
     finally:
         os._exit(0)
 
 
-def _call(function: Callable[[], JsonObject], writing: int, parent: int) -> None:
-    """Writes one line, and ends without the exit handlers of the process from which it was forked."""
+def _call(call: Callable[[], None], parent: int) -> None:
+    """Makes the call, and ends without the exit handlers of the process from which it was forked."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
-        try:
-            line = json.dumps(function(), allow_nan=False)
-        except Exception as error:  # user code
-            line = json.dumps({"raised": described(error)})
-        with os.fdopen(writing, "w") as answer:
-            answer.write(line + "\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if os.getppid() == parent:
+            call()
+            sys.stdout.flush()
+            sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def _write_result(function: Callable[[], JsonObject], writing: int) -> None:
+    """Writes one line."""
+    try:
+        line = json.dumps(function(), allow_nan=False)
+    except Exception as error:  # user code
+        line = json.dumps({"raised": described(error)})
+    with os.fdopen(writing, "w") as answer:
+        answer.write(line + "\n")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tandem.protos.contracts import JsonObject
 from tandem.rollout.environments.loading import ContractError
+from tandem.rollout.environments.tools.effects import KEY
 
 _SECTION = re.compile(r"(\w+):")
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
@@ -37,6 +38,8 @@ class FunctionArguments:
         hints = typing.get_type_hints(function, include_extras=True)
         fields: dict[str, tuple[object, object]] = {}
         for name, parameter in inspect.signature(function).parameters.items():
+            if name == KEY:
+                continue
             if parameter.kind not in _NAMED_KINDS:
                 raise ContractError(f"{path}: the parameter {name} cannot be given by its name")
             if name not in hints:
@@ -46,7 +49,7 @@ class FunctionArguments:
             field = Field(default, alias=name, description=documented.parameters.get(name))
             fields[f"p{len(self._names)}"] = (hints[name], field)
             self._names.append(name)
-        if unknown := [name for name in documented.parameters if name not in self._names]:
+        if unknown := [name for name in documented.parameters if name not in (*self._names, KEY)]:
             raise ContractError(f"{path}: the docstring describes {', '.join(unknown)}, which is no parameter")
         self._model: type[BaseModel] = create_model(  # type: ignore[call-overload]
             "arguments", __config__=ConfigDict(extra="forbid"), **fields

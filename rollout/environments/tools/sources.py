@@ -1,4 +1,6 @@
-"""Loads the tools that a recipe names: Python functions and verl's YAML files. Faults are ContractErrors."""
+"""Loads the tools that a recipe names: Python functions, verl's YAML files, MCP servers, the sandbox. Faults are
+ContractErrors.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-import jsonschema
-
 from tandem.protos.contracts import JsonObject
 from tandem.rollout.environments.loading import ContractError, described, load_module
-from tandem.rollout.environments.tools.function_schema import ArgumentError, FunctionArguments
+from tandem.rollout.environments.tools.effects import KEY, declared_effect
+from tandem.rollout.environments.tools.function_schema import FunctionArguments
+from tandem.rollout.environments.tools.mcp_servers import load_mcp_tools
+from tandem.rollout.environments.tools.python_tool import PYTHON, PythonConfig, load_python_tool
+from tandem.rollout.environments.tools.schema_arguments import SchemaArguments
 from tandem.rollout.environments.tools.tool import ClassTool, FunctionTool, Tool, VerlTool
 from tandem.rollout.environments.tools.verl_interface import offer_verl_interface
 
@@ -24,24 +28,30 @@ _METHODS = ("create", "execute", "calc_reward", "release")
 
 
 @lru_cache(maxsize=1)
-def load_tools(sources: tuple[str, ...]) -> Mapping[str, Tool]:
-    """The tools of all sources, by name. Raises ContractError if one cannot be used."""
+def load_tools(sources: tuple[str, ...], python: PythonConfig | None = None) -> Mapping[str, Tool]:
+    """The tools of all sources, by name. `python`: settings of that tool. Raises ContractError."""
     offer_verl_interface()
-    tools = [tool for source in sources for tool in _load_source(source)]
+    tools = [tool for source in sources for tool in _load_source(source, python or PythonConfig())]
     doubled = [name for name, number in Counter(tool.name for tool in tools).items() if number > 1]
     if doubled:
         raise ContractError(f"{', '.join(sources)}: two tools have the name {doubled[0]}; rename one of them")
     return {tool.name: tool for tool in tools}
 
 
-def _load_source(source: str) -> list[Tool]:
+def _load_source(source: str, python: PythonConfig) -> list[Tool]:
+    if source == PYTHON:
+        return [load_python_tool(python)]
     if source.endswith((".yaml", ".yml")):
         return _load_yaml(source)
+    if source.endswith(".json") or ".json:" in source:
+        return load_mcp_tools(source)
     place, _, name = source.rpartition(":")
     if not place and source.endswith(".py"):
         return _load_registered(source)
     if not place or not name:
-        raise ContractError(f"{source!r} names no tool; write file.py:function, module.path:function, or a YAML file")
+        raise ContractError(
+            f"{source!r} names no tool; write python, file.py:function, module.path:function, a YAML or a JSON file"
+        )
     function = getattr(load_module(place, source), name, None)
     if not inspect.isroutine(function):
         raise ContractError(f"{source}: {place} has no function {name}")
@@ -70,36 +80,18 @@ def _registration(function: Callable[..., object]) -> tuple[str, object] | None:
 def _function_tool(function: Callable[..., object], source: str) -> Tool:
     registered = _registration(function)
     name, explicit = registered or (function.__name__, None)
+    effect = declared_effect(getattr(function, "effect", "idempotent"), source)
     if explicit is None:
         arguments = FunctionArguments(function, source)
-        return FunctionTool(function, arguments.schema(name), arguments, returns_reward=registered is not None)
+        return FunctionTool(function, arguments.schema(name), arguments, effect, returns_reward=registered is not None)
     schema = _as_object(explicit)
     given = SchemaArguments(schema, source)
     parameters = inspect.signature(function).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        needed = {one.name for one in parameters.values() if one.default is one.empty}
+        needed = {one.name for one in parameters.values() if one.default is one.empty} - {KEY}
         if wrong := sorted(given.properties - set(parameters)) or sorted(needed - given.properties):
             raise ContractError(f"{source}: schema and function differ in the parameter {wrong[0]}")
-    return FunctionTool(function, schema, given, returns_reward=True)
-
-
-class SchemaArguments:
-    """Arguments that fit a tool's schema are taken as they are."""
-
-    def __init__(self, schema: JsonObject, source: str) -> None:
-        parameters = schema["function"].get("parameters", {"type": "object", "properties": {}})
-        try:
-            jsonschema.Draft202012Validator.check_schema(parameters)
-        except jsonschema.SchemaError as error:
-            raise ContractError(f"{source}: {schema['function']['name']}: no JSON schema: {error.message}") from None
-        self._validator = jsonschema.Draft202012Validator(parameters)
-        self.properties = frozenset(parameters.get("properties", {}))
-
-    def convert(self, given: JsonObject) -> Mapping[str, object]:
-        faults = [error.message for error in self._validator.iter_errors(given)]
-        if faults:
-            raise ArgumentError("; ".join(faults))
-        return given
+    return FunctionTool(function, schema, given, effect, returns_reward=True)
 
 
 def _load_yaml(source: str) -> list[Tool]:
@@ -137,7 +129,8 @@ def _class_tool(entry: object, path: str) -> Tool:
     if missing := [method for method in _METHODS if not callable(getattr(tool, method, None))]:
         raise ContractError(f"{path}: {name} has no method {' and no '.join(missing)}")
     schema = _as_object(tool.tool_schema)
-    return ClassTool(cast("VerlTool", tool), schema, SchemaArguments(schema, path))
+    effect = declared_effect(config.get("effect", getattr(tool, "effect", "idempotent")), path)
+    return ClassTool(cast("VerlTool", tool), schema, SchemaArguments(schema, path), effect)
 
 
 def _verl_schema(schema: object) -> object:

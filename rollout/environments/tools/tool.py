@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
-from tandem.protos.contracts import JsonObject
+from tandem.protos.contracts import JsonObject, ToolEffect
 from tandem.rollout.environments.loading import described
+from tandem.rollout.environments.tools.effects import KEY, takes_key
 from tandem.rollout.environments.tools.forked_call import RaisedError, call_in_fork
 
 
@@ -39,14 +40,28 @@ class Arguments(Protocol):
 class Tool(ABC):
     """One tool for all episodes of a process. Each episode has an instance of it.
 
-    `parallel`: calls may run at the same time as other calls of their turn.
+    `parallel`: calls may run at the same time as other calls of their turn. `takes_key`: its arguments include the
+    call's idempotency key.
     """
 
-    def __init__(self, schema: JsonObject, arguments: Arguments, parallel: bool) -> None:
+    keeps_state = False
+    """Whether an instance has a state that would be lost with its process."""
+
+    def __init__(
+        self,
+        schema: JsonObject,
+        arguments: Arguments,
+        parallel: bool,
+        effect: ToolEffect = "idempotent",
+        *,
+        takes_key: bool = False,
+    ) -> None:
         self.schema = schema
         self.name: str = schema["function"]["name"]
         self.arguments = arguments
         self.parallel = parallel
+        self.effect = effect
+        self.takes_key = takes_key
 
     async def create(self, task: JsonObject) -> Instance:
         return Instance("", {})
@@ -71,9 +86,16 @@ class FunctionTool(Tool):
     """A function. One that is no coroutine runs in a process of its own, so it may block, hang or crash."""
 
     def __init__(
-        self, function: Callable[..., object], schema: JsonObject, arguments: Arguments, *, returns_reward: bool
+        self,
+        function: Callable[..., object],
+        schema: JsonObject,
+        arguments: Arguments,
+        effect: ToolEffect = "idempotent",
+        *,
+        returns_reward: bool,
     ) -> None:
-        super().__init__(schema, arguments, getattr(function, "parallel", False) is True)
+        parallel = getattr(function, "parallel", False) is True
+        super().__init__(schema, arguments, parallel, effect, takes_key=takes_key(function))
         self._function = function
         self._returns_reward = returns_reward
 
@@ -102,8 +124,10 @@ class VerlTool(Protocol):
 class ClassTool(Tool):
     """An object of one of verl's tool classes. It runs in the environments' process, which it may not block."""
 
-    def __init__(self, tool: VerlTool, schema: JsonObject, arguments: Arguments) -> None:
-        super().__init__(schema, arguments, getattr(tool, "parallel", False) is True)
+    def __init__(self, tool: VerlTool, schema: JsonObject, arguments: Arguments, effect: ToolEffect) -> None:
+        parallel = getattr(tool, "parallel", False) is True
+        super().__init__(schema, arguments, parallel, effect, takes_key=takes_key(tool.execute))
+        self.keeps_state = effect != "pure"
         self._tool = tool
 
     async def create(self, task: JsonObject) -> Instance:
@@ -116,8 +140,10 @@ class ClassTool(Tool):
     async def execute(
         self, instance: Instance, arguments: Mapping[str, object], *, seconds: float, max_chars: int
     ) -> ToolResult:
-        more = instance.arguments.get("execute_kwargs") or {}
-        value = await _within(partial(self._tool.execute, instance.name, dict(arguments), **more), seconds)
+        given, more = dict(arguments), dict(instance.arguments.get("execute_kwargs") or {})
+        if self.takes_key:
+            more[KEY] = given.pop(KEY)
+        value = await _within(partial(self._tool.execute, instance.name, given, **more), seconds)
         return _shortened_result(value, True, max_chars)
 
     async def calc_reward(self, instance: Instance) -> float:

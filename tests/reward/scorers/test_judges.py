@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,40 @@ def test_groups_of_a_run_show_the_judge_their_prompt() -> None:
     prompt = Prompt(0, 0, np.array([1], np.int32), 1, sampling, ground_truth="2", messages=asked_for)
     scores, asked = ask(GOOD, [score_item(prompt, Trajectory(0, "policy", (), "two", "stop", sampling))])
     assert scores == [Scored(7.0)] and "[Question]\n1 + 1?\n" in user_text(asked[0])
+
+
+CONVERSATION = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is two."},
+]
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(extra_info["messages"]))
+"""
+
+
+def test_judges_and_functions_of_a_rubric_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:
+    """`solution_str` has only the policy's texts; the tool's calls and answers are in `extra_info["messages"]`."""
+    (tmp_path / "turns.py").write_text(FUNCTION)
+    (tmp_path / "rubric.toml").write_text(
+        f'[[components]]\nname = "turns"\nscorer = "{tmp_path}/turns.py:compute_score"\n'
+        '[[components]]\nname = "judged"\nscorer = "strict"\n'
+    )
+    sampling = SamplingParameters()
+    prompt = Prompt(0, 0, np.array([1], np.int32), 1, sampling, ground_truth="2", messages=tuple(CONVERSATION[:1]))
+    episode = Trajectory(0, "policy", (), "stop", "\nIt is two.", sampling, metadata={"messages": CONVERSATION})
+    with MisbehavingServer(GOOD) as server:
+        template = "{answer}\n{question}\n{extra_info.messages}"
+        arguments = {"base_url": server.url, "model": "m", "template": template}
+        scorers = {"strict": {"scorer": "judge", "arguments": arguments}}
+        values = {"rubric": str(tmp_path / "rubric.toml"), "scorers": scorers}
+        with closing(ScoringCore(RewardConfig.model_validate(values))) as core:
+            (score,) = core.score(core.compile(""), [score_item(prompt, episode)], "calls")
+        assert isinstance(score, Scored) and score.breakdown == {"turns": 4.0, "judged": 7.0}
+        *texts, conversation = user_text(server.asked[0]).split("\n")
+    assert texts == ["", "It is two.", "1 + 1?"] and json.loads(conversation) == CONVERSATION
 
 
 # ---- pairs of answers ----

@@ -27,7 +27,7 @@ def found(check: str, path: str, given: Mapping[str, Any] = COMPARED, seconds: f
     return asyncio.run(make())
 
 
-@pytest.mark.parametrize("path", [f"{FAULTY}:Sound", GUESS])
+@pytest.mark.parametrize("path", [f"{FAULTY}:Sound", GUESS, "tests.support.foreign_environments:Doubling"])
 @pytest.mark.parametrize(
     "check", ["import", "contract", "determinism", "seeds", "concurrency", "cancellation", "close"]
 )

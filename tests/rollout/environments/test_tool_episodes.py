@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.protos.errors import ModelError
 from tandem.protos.types import SamplingParameters, Trajectory
@@ -16,6 +19,7 @@ from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.services.data.chat import ChatEncoder
+from tandem.services.metrics.page import page_of
 from tandem.services.rollout.episodes import EpisodeEncoder
 from tests.support.episodes import ScriptedSampler, prompt_of, sampled_parts
 from tests.support.tiny_model import TOOL_TEMPLATE, character_tokenizer
@@ -57,10 +61,17 @@ class Caller(ScriptedSampler):
 
 
 def play(
-    model: Path, words: Callable[[int], Sequence[str]], rows: int = 1, max_tokens: int = 400, **config: Any
+    model: Path,
+    words: Callable[[int], Sequence[str]],
+    rows: int = 1,
+    max_tokens: int = 400,
+    figures: dict[str, object] | None = None,
+    **config: Any,
 ) -> list[Trajectory]:
+    """The episodes. `figures` gets what the metrics show of their tools."""
+
     async def main() -> list[Trajectory]:
-        tools = tuple(f"tests.support.tools:{name}" for name in ("add", "fail"))
+        tools = tuple(f"tests.support.tools:{name}" for name in ("add", "fail", "wait"))
         settings = EnvironmentConfig(tools=tools, **config)
         pool = EnvironmentPool(settings)
         await pool.start()
@@ -71,7 +82,11 @@ def play(
             sampler.max_model_tokens = 4000
             episodes = EpisodeSampler(sampler, pool, EpisodeEncoder(encoder), settings, seed=5)
             sampling = SamplingParameters(max_tokens=max_tokens)
-            return await asyncio.gather(*(episodes.sample(prompt_of(), sampling, number) for number in range(rows)))
+            samples = (episodes.sample(prompt_of(), sampling, number) for number in range(rows))
+            found = await asyncio.gather(*samples)
+            if figures is not None:
+                figures.update(episodes.tools.tables())
+            return found
         finally:
             await pool.close()
 
@@ -132,6 +147,40 @@ def test_tools_that_hang_or_crash_harm_no_other_episode(model: Path) -> None:
     assert [first.split(": ")[1] for first, _ in answers[:4]] == ["timeout", "crashed", "crashed", "exception"]
     assert answers[4:] == [["23", "23"]] * 12 and all(second == "23" for _, second in answers[:4])
     assert [row.metadata["info"]["num_tool_failures"] for row in rows] == [1] * 4 + [0] * 12
+
+
+def test_the_metrics_show_how_long_each_tool_takes_and_how_its_calls_fail(model: Path) -> None:
+    """The page is read by Prometheus' own parser: buckets that are cumulative, a sum and a count for each tool."""
+    wait = '<tool_call>{"name": "wait", "arguments": {"name": "a", "seconds": 0.06}}</tool_call>'
+    unknown = [f'<tool_call>{{"name": "invented_{number}", "arguments": {{}}}}</tool_call>' for number in range(2)]
+    turn = "".join([*unknown, ADD, wait, FAIL.replace("HOW", "raise"), FAIL.replace("HOW", "exit"), "<tool_call>{"])
+    figures: dict[str, object] = {}
+    rows = play(model, lambda _: [turn, ADD, "done"], rows=2, figures=figures, max_tokens=3000)
+    assert [row.metadata["num_turns"] for row in rows] == [3, 3]
+    assert all("tool_outcomes" not in str(row.metadata) for row in rows)
+
+    page = page_of("mine", "rollout-1", {"tools": lambda: figures})().decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    calls = families["tandem_tool_call_seconds"]
+    assert calls.type == "histogram"
+    buckets: dict[str, dict[float, float]] = defaultdict(dict)
+    for sample in calls.samples:
+        if sample.name.endswith("_bucket"):
+            buckets[sample.labels["tool"]][float(sample.labels["le"])] = sample.value
+    assert all(list(one.values()) == sorted(one.values()) and list(one) == sorted(one) for one in buckets.values())
+    counts = {one.labels["tool"]: one.value for one in calls.samples if one.name.endswith("_count")}
+    sums = {one.labels["tool"]: one.value for one in calls.samples if one.name.endswith("_sum")}
+    assert counts == {"add": 4, "fail": 4, "wait": 2, "other": 0} == {tool: one[inf] for tool, one in buckets.items()}
+    assert buckets["wait"][0.05] == 0 and sums["wait"] > 0.1 and sums["other"] == 0
+    labels = {"run": "mine", "service": "rollout", "replica": "1"}
+    assert {**calls.samples[0].labels, "tool": "", "le": ""} == {**labels, "tool": "", "le": ""}
+    failures = families["tandem_tool_failures"].samples
+    assert {(one.labels["tool"], one.labels["outcome"]): one.value for one in failures if one.value} == {
+        ("fail", "exception"): 2,
+        ("fail", "crashed"): 2,
+        ("other", "unknown_tool"): 4,
+        ("other", "unparsable_call"): 2,
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tandem.rollout.environments.loading import ContractError
 from tandem.rollout.environments.process import check_class
 from tandem.rollout.environments.tools.environment import ToolEnvironment
 from tandem.rollout.environments.tools.forked_call import RaisedError
-from tandem.rollout.environments.tools.sources import SchemaArguments, load_tools
+from tandem.rollout.environments.tools.schema_arguments import SchemaArguments
+from tandem.rollout.environments.tools.sources import load_tools
 from tandem.rollout.environments.tools.tool import FunctionTool, Instance
 from tests.support import tools
 from tests.support.paths import ROOT
@@ -176,13 +177,16 @@ def test_a_failed_call_is_an_answer_and_the_calls_after_it_are_executed(how: str
     failed, added = contents(result.messages)
     assert failed.startswith(told) and added == "2"
     assert result.info["num_tool_failures"] == 1 and result.info["num_tool_calls"] == 2
-    assert result.info["tool_errors"] == {told.split(": ")[1]: 1}
+    kind = told.split(": ")[1]
+    assert result.info["tool_errors"] == {kind: 1}
+    assert [(one["tool"], one["outcome"]) for one in result.tool_outcomes] == [("fail", kind), ("add", "result")]
+    assert all(one["seconds"] is not None for one in result.tool_outcomes)
 
 
 def test_what_a_function_starts_ends_with_its_call(tmp_path: Path) -> None:
     (result,) = play([call("start", file=str(tmp_path / "pid"))])
     assert contents(result.messages) == ["started"]
-    assert has_ended(int((tmp_path / "pid").read_text()))
+    eventually(lambda: has_ended(int((tmp_path / "pid").read_text())))
 
 
 def test_what_a_function_starts_ends_with_a_killed_process_of_environments(tmp_path: Path) -> None:
@@ -231,6 +235,11 @@ def test_an_invalid_call_says_why() -> None:
     errors = {"unknown_tool": 1, "unparsable_call": 1, "bad_arguments": 2}
     expected = {"num_tool_calls": 0, "num_invalid_calls": 4, "num_tool_failures": 0, "tool_errors": errors}
     assert result.info == expected and not result.terminated
+    assert [(one["tool"], one["outcome"], one["seconds"]) for one in result.tool_outcomes] == [
+        ("", "unknown_tool", None),
+        ("", "unparsable_call", None),
+        *[("add", "bad_arguments", None)] * 2,
+    ]
 
 
 def test_invalid_calls_in_a_row_end_the_episode() -> None:
@@ -244,6 +253,7 @@ def test_calls_past_the_limit_are_not_executed() -> None:
     (result,) = play([call("wait", name=name, seconds=0) for name in "abc"], max_calls=2)
     told = "error: call_limit: the call was not executed: an episode has at most 2 calls"
     assert contents(result.messages)[2] == told and tools.STARTED == ["a", "b"]
+    assert {"tool": "wait", "outcome": "call_limit", "seconds": None} in result.tool_outcomes
     (result,) = play([UNPARSABLE] * 70, max_invalid_calls=99)
     assert len(result.messages) == 65
     assert contents(result.messages)[-1] == "error: call_limit: 6 more calls were not executed: a turn has at most 64"
@@ -278,7 +288,10 @@ def test_verls_tools_are_used_as_they_are(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("calculate", "'calculate' names no tool; write file.py:function, module.path:function, or a YAML file"),
+        (
+            "calculate",
+            "'calculate' names no tool; write python, file.py:function, module.path:function, a YAML or a JSON file",
+        ),
         ("missing.py:add", "missing.py:add: missing.py is no file (looked in "),
         ("tests.support.tools:absent", "tests.support.tools has no function absent"),
         ("tests.support.tools:no_hint", "the parameter a has no type hint"),

@@ -25,6 +25,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 KINDS = ["kill", "stop", "cut", "slow", "redis-loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_twelve_faults_over_all_services_lose_no_group_and_train_none_twice(tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"

@@ -25,10 +25,11 @@ from tests.support.training_groups import with_sampling_masks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
-    """A finished run of three batches, each of two optimizer steps."""
+    """A finished run of three batches, each of two epochs of two optimizer steps."""
     folder = tmp_path_factory.mktemp("replay")
     with running_redis(folder) as url:
-        recipe = make_recipe(folder, run={"total_batches": 3}, trainer={"optimizer_steps_per_batch": 2})
+        trainer = {"optimizer_steps_per_batch": 2, "epochs_per_batch": 2}
+        recipe = make_recipe(folder, run={"total_batches": 3}, trainer=trainer)
         buffer = make_run(url, recipe)
         record_inputs(recipe, buffer)
         put_scored(buffer, different_rewards(3 * P))
@@ -138,6 +139,13 @@ def test_another_model_than_the_runs_is_refused(copied: Path, trained: Recipe, t
     size = f"{weights.stat().st_size:,} bytes with SHA-256"
     with pytest.raises(ConfigError, match=f"^model.path: {weights} was {size} .* in the run of .*, and is {size} "):
         replay.main(copied)
+
+
+def test_samples_of_a_run_in_bfloat16_are_not_compared(copied: Path) -> None:
+    config = copied / CONFIG_FILE
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    with pytest.raises(ConfigError, match=r"^--generation: in bfloat16, a log-prob depends on what is sampled at the "):
+        replay.main(copied, generation=True)
 
 
 def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:

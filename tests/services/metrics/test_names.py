@@ -36,7 +36,8 @@ def test_names_are_unique_and_counters_end_with_total() -> None:
     assert all(re.fullmatch(r"tandem_[a-z_]+", name) for name in names)
     assert all(metric.name.endswith("_total") == (metric.kind == "counter") for metric in METRICS)
     assert all(metric.help.endswith(".") for metric in METRICS)
-    assert all(metric.figure.count("*") == (metric.label is not None) for metric in METRICS)
+    assert all(len(metric.labels) == 1 for metric in METRICS if metric.figure.count("*") == 1)
+    assert all(metric.source == ("tools",) for metric in METRICS if metric.labels and "*" not in metric.figure)
 
 
 def test_the_page_of_the_documents_lists_them() -> None:
@@ -58,7 +59,7 @@ def test_a_page_has_the_figures_of_a_service_with_its_labels() -> None:
 
 
 def test_values_that_are_not_in_the_list_of_a_label_count_as_other() -> None:
-    counted = Metric("tandem_x_total", "counter", ("feed",), "x:*", "X.", Label("reason", ("a",), is_open=True))
+    counted = Metric("tandem_x_total", "counter", ("feed",), "x:*", "X.", (Label("reason", ("a",), is_open=True),))
     assert list(counted.samples({"x:a": 1, "x:b": 2, "x:c": 3, "x": 9, "y:a": 4})) == [(("a",), 1.0), (("other",), 5.0)]
 
 
@@ -69,11 +70,11 @@ def test_what_is_not_measured_or_no_number_is_left_out() -> None:
 
 def test_the_reasons_for_skipped_rows_are_those_of_the_dataset() -> None:
     (skipped,) = [metric for metric in METRICS if metric.figure == "rows_skipped:*"]
-    assert skipped.label is not None
+    (label,) = skipped.labels
     reasons = {one for part in get_args(FaultReason) for one in (get_args(part) or (part,))} | {
         *get_args(UnusableReason)
     }
-    assert set(skipped.label.values) == reasons
+    assert set(label.values) == reasons
 
 
 def test_the_ledger_of_a_run_is_shown_and_adds_up(redis_url: str, tmp_path: Path) -> None:

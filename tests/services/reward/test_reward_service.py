@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_an_answer_that_ended_in_an_error_is_not_scored(buffer: Buffer) -> None:
         group = collect(buffer, 1)[group_id]
     assert rewards(group) == [1.0, 1.0, None, 0.0] and group.scored_rows[2].unscored_reason == "invalid_input"
     assert len(core.asked) == 3
+
+
+def test_an_episode_that_may_not_be_repeated_keeps_its_reason(buffer: Buffer) -> None:
+    lost = replace(trajectory(2, "2", finish_reason="error"), metadata={"unscored": "its outcome is unknown"})
+    (group_id,) = generate(buffer, [[*answers("1", "1"), lost]])
+    with scoring(buffer, ScriptedCore(), min_scored_samples=2):
+        group = collect(buffer, 1)[group_id]
+    row = group.scored_rows[2]
+    assert (row.reward, row.unscored_reason, row.unscored_detail) == (None, "infrastructure", "its outcome is unknown")
 
 
 def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:

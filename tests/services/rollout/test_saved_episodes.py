@@ -69,6 +69,7 @@ class ToldEpisodes:
         *,
         unfinished: Trajectory | None,
         on_change: Any,
+        save: Any,
     ) -> Trajectory:
         self.continued.append(unfinished)
         self.changed = on_change

@@ -1,4 +1,4 @@
-"""Estimates of the disk and of the room in Redis that a run needs."""
+"""Estimates of the memory, the disk and the room in Redis that a run needs."""
 
 from __future__ import annotations
 
@@ -76,6 +76,16 @@ def test_the_room_in_redis_counts_the_conversation_and_the_snapshot_of_each_epis
     assert room_of(played) - room_of(plain) == rows * (4 * plain.max_model_tokens + MAX_SNAPSHOT_BYTES * 4 // 3)
 
 
+def test_the_room_in_redis_and_on_disk_counts_a_segment_for_each_turn_of_an_episode_that_may_fork(
+    values: Values,
+) -> None:
+    game = {"path": "games.py:Game", "max_turns": 5}
+    kept, forked = (recipe_of(values, environment={**game, "rewritten_history": how}) for how in ("keep", "fork"))
+    segment = kept.max_model_tokens * 9 + estimates.HEADER_BYTES
+    assert room_of(forked) - room_of(kept) == kept.credits * kept.rows_per_group * 4 * segment
+    assert estimates.disk_need_bytes(forked, None) > 4 * estimates.disk_need_bytes(kept, None)
+
+
 def test_the_room_in_redis_counts_the_epochs_of_a_small_dataset(values: Values) -> None:
     recipe = recipe_of(values, run={"total_batches": 10_000, "groups_per_batch": 8})
     assert room_of(recipe, rows_per_epoch=8) - room_of(recipe) == (10_000 - 1) * estimates.EPOCH_BYTES
@@ -102,3 +112,39 @@ def test_the_disk_has_room_for_rejected_groups(values: Values) -> None:
     answers = 1000 * run.run.groups_per_batch * run.rows_per_group
     added = estimates.disk_need_bytes(longer, None) - estimates.disk_need_bytes(run, None)
     assert added >= 2 * answers * run.max_model_tokens / 2 * 8
+
+
+def real_facts(num_layers: int, num_parameters: int) -> model_check.ModelFacts:
+    return model_check.ModelFacts(
+        "Qwen2ForCausalLM",
+        num_parameters,
+        vocabulary=151_936,
+        num_layers=num_layers,
+        hidden_size=896,
+        intermediate_size=4864,
+    )
+
+
+def small_batches(values: Values, **changed: Values) -> Recipe:
+    """The recipe of benchmarks/real_size.py, as far as memory depends on it."""
+    rollout = {"samples_per_prompt": 4, "max_response_tokens": 128, "kv_cache_bytes": 256 << 20}
+    trainer = {"tokens_per_micro_batch": 512} | changed.pop("trainer", {})
+    return recipe_of(values, rollout=rollout, run={"groups_per_batch": 8}, trainer=trainer, **changed)
+
+
+def test_gradient_checkpointing_small_micro_batches_and_small_vocabularies_need_less_memory(values: Values) -> None:
+    facts = real_facts(24, 494_032_768)
+    sampler, trainer = estimates.memory_need_bytes(small_batches(values), facts)
+    for fewer in ({"tokens_per_micro_batch": 256}, {"gradient_checkpointing": True}):
+        assert estimates.memory_need_bytes(small_batches(values, trainer=fewer), facts)[1] < trainer - 0.8e9
+    without_sizes = model_check.ModelFacts("Qwen2ForCausalLM", 494_032_768)
+    assert estimates.memory_need_bytes(small_batches(values), without_sizes)[0] < sampler - 2e9
+
+
+def test_activations_count_no_more_tokens_than_a_batch_has(values: Values) -> None:
+    facts = real_facts(24, 494_032_768)
+    needs = [
+        estimates.memory_need_bytes(small_batches(values, trainer={"tokens_per_micro_batch": budget}), facts)[1]
+        for budget in (1 << 14, 1 << 20)
+    ]
+    assert needs[0] == needs[1]

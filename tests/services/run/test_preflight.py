@@ -216,6 +216,21 @@ def test_a_recipe_that_cannot_run_here_is_refused(
     refused(kind, recipe_of(values, **changes), *says)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout": {"partial_rollout": False}}, "rollout.partial_rollout is false"),
+        ({"eval": {"sets": [{"file": "any.jsonl"}]}}, "evaluations do not save their episodes"),
+    ],
+)
+def test_an_unsafe_tool_is_refused_where_its_calls_would_not_be_saved(
+    values: Values, changes: Values, says: str
+) -> None:
+    tools = {"environment": {"tools": ["tests.support.unsafe_tools:pay"]}}
+    with pytest.raises(ConfigError, match=f"environment.tools: pay is unsafe, .*{says}"):
+        preflight.check_environment(recipe_of(values, **tools, **changes))
+
+
 def test_samplers_join_only_if_gpus_are_free_and_leave_in_any_case(
     values: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +371,8 @@ def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, m
             return False
         return True
 
-    engine = 8 + 1 + 1.1  # two copies of the weights, and the overhead of a sampler and a rank
+    # Two copies of the weights, the overhead of a sampler and a rank, a bucket, and the trainer's copy that is sent.
+    engine = 8 + 1 + 1.17 + 4
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
     assert fits(plain, facts, engine + 17.1) and not fits(plain, facts, engine + 16)
     assert fits(plain, with_critic, engine + 53.1) and not fits(plain, with_critic, engine + 52), "ZeRO-3 takes 36"

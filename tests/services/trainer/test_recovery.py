@@ -278,10 +278,11 @@ def test_a_replaced_trainer_takes_no_step(tmp_path: Path, redis_url: str, monkey
     assert recorded_versions(recipe.folder) == []
 
 
+@pytest.mark.parametrize("steps", ["optimizer_steps_per_batch", "epochs_per_batch"])
 def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, steps: str
 ) -> None:
-    recipe = make_recipe(tmp_path, trainer={"optimizer_steps_per_batch": 2})
+    recipe = make_recipe(tmp_path, trainer={steps: 2})
     buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(TOTAL * P))
     original = RankZero.check

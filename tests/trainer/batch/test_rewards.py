@@ -38,12 +38,20 @@ def targets_of(
     return layout, targets
 
 
-def test_segments_of_a_trajectory_share_one_advantage_and_the_group_counts_it_once() -> None:
-    rewards = [1.0, 0.0, 0.0, 0.0]
-    for segments in (1, 3):
-        layout, targets = targets_of([make_group(0, rewards=rewards, num_segments=segments)], {"advantage": "dr_grpo"})
-        by_row = targets.advantages_N.split(layout.lengths_R.tolist())
-        assert [set(row.tolist()) for row in by_row] == [{0.75}, {-0.25}, {-0.25}, {-0.25}]
+@pytest.mark.parametrize("num_segments", [(1, 1, 1, 1), (3, 3, 3, 3), (5, 1, 1, 2)])
+@pytest.mark.parametrize(("name", "scale"), [("dr_grpo", 1.0), ("grpo", 0.5 + 1e-6)])
+def test_segments_of_a_trajectory_share_one_advantage_and_the_group_counts_it_once(
+    name: str, scale: float, num_segments: Sequence[int]
+) -> None:
+    """The rewards 1, 0, 0, 0 have the mean ¼ and the standard deviation ½, however many segments an episode has."""
+    groups = [make_group(0, rewards=[1.0, 0.0, 0.0, 0.0], num_segments=count) for count in num_segments]
+    rows = tuple(group.rows[number] for number, group in enumerate(groups))
+    layout, targets = targets_of([replace(groups[0], rows=rows)], {"advantage": name})
+    assert tuple(layout.segments_R.tolist()) == num_segments
+    by_row = targets.advantages_N.split(layout.lengths_R.tolist())
+    wanted = [0.75 / scale, *[-0.25 / scale] * 3]
+    for row, want in zip(by_row, wanted, strict=True):
+        torch.testing.assert_close(row, torch.full_like(row, want))
 
 
 def test_baselines_and_unscored_rows_are_not_trajectories() -> None:

@@ -43,6 +43,8 @@ def batches(draw: st.DrawFn, *, smallest_group: int = 4, shortest: int = 0) -> E
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     steps_N = torch.randint(1, 4, (total,), generator=generator)
+    begins_N = steps_N > 1
+    begins_N[(lengths_R.cumsum(0) - lengths_R)[lengths_R > 0]] = True
     return EstimatorBatch(
         rewards_N=(uniform(total) * 4).round() / 4,
         lengths_R=lengths_R,
@@ -54,6 +56,7 @@ def batches(draw: st.DrawFn, *, smallest_group: int = 4, shortest: int = 0) -> E
         squared_probs_N=uniform(total),
         behavior_weights_N=uniform(total) + 0.5,
         columns_N=running_sums(steps_N.double(), lengths_R).long(),
+        turns_N=running_sums(begins_N.double(), lengths_R).long() - 1,
     )
 
 
@@ -134,6 +137,7 @@ def test_adding_a_constant_to_the_rewards_of_a_group_does_not_matter(
         ("reinforce_plus_plus_baseline", {"whiten": False}, 1),
         ("reinforce_plus_plus", {"whiten": False, "gamma": 0.9}, 1),
         ("gae", {"whiten": False, "gamma": 0.9, "lam": 0.8}, 1),
+        ("turn_gae", {"whiten": False, "gamma": 0.9, "lam": 0.8}, 1),
         ("remax", {}, 1),
         ("optimal_token_baseline", {}, 1),
         ("tir_optimal_token_baseline", {}, 1),
@@ -145,6 +149,7 @@ def test_adding_a_constant_to_the_rewards_of_a_group_does_not_matter(
         ("reinforce_plus_plus_baseline", {}, 0),
         ("reinforce_plus_plus", {}, 0),
         ("gae", {}, 0),
+        ("turn_gae", {}, 0),
     ],
 )
 def test_scaling_rewards_scales_advantages_or_cancels(
@@ -179,7 +184,7 @@ def test_advantages_of_a_group_sum_to_zero(name: str, batch: EstimatorBatch) -> 
 
 @many
 @given(batches(shortest=1))
-@pytest.mark.parametrize("name", ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("name", ["gae", "turn_gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_whitened_advantages_have_mean_zero(name: str, batch: EstimatorBatch) -> None:
     advantages_N = run(batch, name).advantages_N
     torch.testing.assert_close(advantages_N.mean(), torch.zeros_like(advantages_N.mean()), rtol=0.0, atol=1e-9)

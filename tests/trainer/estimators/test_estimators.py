@@ -78,6 +78,7 @@ def make_batch(scores: list[float], groups: list[int], lengths: list[int] | None
     rewards_N = torch.zeros(total, dtype=torch.float64)
     rewards_N[(lengths_R.cumsum(0) - 1)[lengths_R > 0]] = scores_R[lengths_R > 0]
     generator = torch.Generator().manual_seed(0)
+    columns_N = torch.arange(total) - spread(lengths_R.cumsum(0) - lengths_R, lengths_R)
     return EstimatorBatch(
         rewards_N,
         lengths_R,
@@ -88,7 +89,8 @@ def make_batch(scores: list[float], groups: list[int], lengths: list[int] | None
         logprobs_N=-torch.rand(total, generator=generator),
         squared_probs_N=torch.rand(total, generator=generator),
         behavior_weights_N=torch.rand(total, generator=generator) + 0.5,
-        columns_N=torch.arange(total) - spread(lengths_R.cumsum(0) - lengths_R, lengths_R),
+        columns_N=columns_N,
+        turns_N=columns_N // 2,
     )
 
 
@@ -157,6 +159,7 @@ SINGLES = {
     "opo": 0.75,
     "gdpo": 0.75 + 0.75**2,
     "reinforce_plus_plus_baseline": 0.75,
+    "turn_grpo": 0.75,
     "optimal_token_baseline": 0.75,
     "tir_optimal_token_baseline": 0.75,
 }
@@ -203,6 +206,7 @@ def test_a_reward_that_is_not_finite_names_its_row(name: str, bad: float) -> Non
     ("name", "column", "what"),
     [
         ("gae", "values_N", "value of the critic"),
+        ("turn_gae", "values_N", "value of the critic"),
         ("remax", "baselines_R", "greedy baseline"),
         ("gdpo", "components_RC", "reward component"),
         ("optimal_token_baseline", "logprobs_N", "proximal log-prob"),
@@ -237,6 +241,7 @@ OPTIONAL = {
     "logprobs": "logprobs_N",
     "squared_probs": "squared_probs_N",
     "columns": "columns_N",
+    "turns": "turns_N",
 }
 
 

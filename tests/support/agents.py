@@ -1,0 +1,51 @@
+"""Agents for the tests, which call the policy with OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def client_of(base_url: str, api_key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+class Scripted:
+    """Plays the script named by its argument. Its reward is 0.5 for each answer."""
+
+    def __init__(self, script: str, times: int = 3) -> None:
+        self.script = script
+        self.times = times
+
+    async def run(self, data: Mapping[str, Any], *, base_url: str, api_key: str) -> float | Mapping[str, Any]:
+        async with client_of(base_url, api_key) as client:
+            return await getattr(self, self.script)(client, list(data["prompt"]))
+
+    async def conversation(self, client: openai.AsyncOpenAI, messages: list[Any]) -> Mapping[str, Any]:
+        """As many turns as it may, each the answer to what was said before."""
+        said: list[str] = []
+        try:
+            for _ in range(self.times):
+                message = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+                said.append(message.content or "")
+                messages += [message.model_dump(exclude_none=True), {"role": "user", "content": f"{said[-1]}?"}]
+        except openai.BadRequestError as error:
+            return {"reward": 0.5 * len(said), "code": error.code}
+        return {"reward": 0.5 * len(said), "said": said}
+
+    async def careless(self, client: openai.AsyncOpenAI, messages: list[Any]) -> float:
+        """Never ends by itself."""
+        while True:
+            message = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "?"}]
