@@ -226,13 +226,18 @@ def test_adapters_agree_with_transformers_and_with_merged_weights(adapters: Adap
 
 
 def test_long_answers_carry_the_adapters_that_sampled_them(adapters: AdapterRing) -> None:
-    running = [adapters.sample(range(5, 15 + number), 2, key=f"0-{number}") for number in range(3)]
-    reports = []
-    while not all(future.done() for future in running):
-        reports.append(adapters.update())
-    for row in (row for future in running for row in future.result(60)):
-        assert len(row.segments[0].spans) >= 2
-        assert adapters.errors(row).max() <= 1e-3 and adapters.errors(row).mean() <= 1e-5
+    several_versions = []
+    for _ in range(5):  # a busy machine may sample all answers before the first update arrives
+        running = [adapters.sample(range(5, 15 + number), 2, key=f"0-{number}") for number in range(3)]
+        while not all(future.done() for future in running):
+            adapters.update()
+        rows = [row for future in running for row in future.result(60)]
+        for row in rows:
+            assert adapters.errors(row).max() <= 1e-3 and adapters.errors(row).mean() <= 1e-5
+        several_versions += [row for row in rows if len(row.segments[0].spans) >= 2]
+        if len(several_versions) >= 6:
+            break
+    assert len(several_versions) >= 6
 
 
 def test_a_failed_update_of_adapters_keeps_the_weights_and_a_joiner_catches_up(
