@@ -310,8 +310,8 @@ def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
             spans=segment.spans,
             finish_reason=row.trajectory.finish_reason,
             temperature=row.trajectory.sampling.temperature,
-            num_prompt_tokens=segment.num_prompt_tokens,
-            prompt_digest=_digest(segment.ids[: segment.num_prompt_tokens]),
+            num_prompt_tokens=(num_prompt_tokens := segment.num_prompt_tokens),
+            prompt_digest=_digest(segment.ids[:num_prompt_tokens]),
         )
         for row in group.scored_rows
         for number, segment in enumerate(row.trajectory.segments)

@@ -147,7 +147,7 @@ class Segment:
 
     @property
     def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def num_prompt_tokens(self) -> int:
