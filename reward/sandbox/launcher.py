@@ -273,13 +273,26 @@ def bubblewrap_arguments(layout: Layout, *, working_folder: bool = False) -> lis
     `working_folder` only its mount point is created.
     """
     # With root, processes inside would be root outside too, and exempt from process limits: see `_entry`.
-    user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-    arguments = [*user, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
-    arguments += ["--as-pid-1"]
+    user = [] if os.geteuid() == 0 else AS_NOBODY
+    mounts = bubblewrap_mounts(layout, working_folder=working_folder)
+    return [*user, *NEW_NAMESPACES, "--as-pid-1", *mounts, "--chdir", WORK_FOLDER, "--"]
+
+
+AS_NOBODY = ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+NEW_NAMESPACES = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
+
+
+def bubblewrap_mounts(layout: Layout, *, working_folder: bool, folders: Sequence[str] = ()) -> list[str]:
+    """Returns bubblewrap's options for a root with the layout and with some empty folders."""
+    # First, since there may be binds below it.
+    arguments = ["--size", str(DISK_BYTES), "--perms", "0777", "--tmpfs"] if working_folder else ["--dir"]
+    arguments += [WORK_FOLDER]
     for link, target in layout.links:
         arguments += ["--symlink", target, link]
     binds = (*layout.binds, *_interpreter_binds(layout))
-    for folder in _folders_above([*(target for _, target in binds), *layout.devices]):
+    # `folders` with a name below them, so that they are created, too.
+    below = [f"{folder}/file" for folder in folders]
+    for folder in _folders_above([*(target for _, target in binds), *layout.devices, *below]):
         arguments += ["--dir", folder]
     for source, target in binds:
         arguments += ["--ro-bind", source, target]
@@ -287,8 +300,7 @@ def bubblewrap_arguments(layout: Layout, *, working_folder: bool = False) -> lis
         arguments += ["--dev-bind", device, device]
     for hidden in filter(os.path.isdir, layout.hidden):
         arguments += ["--tmpfs", hidden, "--remount-ro", hidden]
-    arguments += ["--size", str(DISK_BYTES), "--perms", "0777", "--tmpfs"] if working_folder else ["--dir"]
-    return [*arguments, WORK_FOLDER, "--remount-ro", "/", "--chdir", WORK_FOLDER, "--"]
+    return [*arguments, "--remount-ro", "/"]
 
 
 def _entry(proc: int) -> list[str]:

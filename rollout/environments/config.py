@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from tandem.protos.options import Options
 
+PYTHON_TOOL = "python"
+"""How `environment.tools` names the tool that runs programs."""
 TOOL_ENVIRONMENT = "tandem.rollout.environments.tools.environment:ToolEnvironment"
 
 
@@ -43,6 +45,12 @@ class EnvironmentConfig(Options):
     """Run environments in services of their own (`tandem serve environments`), which samplers find in the registry,
     instead of beside each sampler. `tandem run` starts one.
     """
+    sandbox: bool = False
+    """Run environments in the sandbox (docs/sandbox.md): without network, and without the machine's files except
+    Python's, the class's folder, those of its tools, and `sandbox_files`. Not for agents, nor for the tool `python`.
+    """
+    sandbox_files: tuple[str, ...] = ()
+    """Files and folders that environments in the sandbox may read, such as the corpus of a search."""
     num_processes: Annotated[int, Field(ge=1)] = 1
     """Processes of each sampler, or of each environment service, that run environments. One that blocks delays the
     others of its process or, past step_seconds, makes them start again.
@@ -62,6 +70,14 @@ class EnvironmentConfig(Options):
     def run_by(self) -> Literal["rollout", "environments"]:
         """The kind of service that has the environments' processes."""
         return "environments" if self.service else "rollout"
+
+    @model_validator(mode="after")
+    def _can_be_sandboxed(self) -> EnvironmentConfig:
+        if self.sandbox and PYTHON_TOOL in self.tools:
+            raise ValueError("sandbox: the tool python makes sandboxes of its own; leave sandbox out")
+        if self.sandbox_files and not self.sandbox:
+            raise ValueError("sandbox_files: nothing is in a sandbox without sandbox = true")
+        return self
 
     @model_validator(mode="before")
     @classmethod

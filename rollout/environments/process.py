@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Sequence
@@ -19,6 +18,7 @@ from tandem.protos.contracts import AgentResult, JsonObject, Message, Observatio
 from tandem.protos.errors import ConfigError, EpisodeError
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.line_calls import LineCalls
+from tandem.rollout.environments.start_command import start_command
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Process:
     async def start(cls, config: EnvironmentConfig) -> _Process:
         """Raises ConfigError if the class cannot be used, EpisodeError if the process does not start."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tandem.rollout.environments.inside"),
+            *start_command(config),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(config.variables, "environment.variables"),
@@ -62,6 +62,8 @@ class _Process:
             started = json.loads(line)
             if "error" in started:
                 raise ConfigError(f"environment.{'tools' if config.tools else 'path'}: {started['error']}")
+            if started["is_agent"] and config.sandbox:
+                raise ConfigError("environment.sandbox: an agent calls the policy by HTTP; leave sandbox out")
             if started["is_agent"] and config.service:
                 raise ConfigError("environment.service: an agent runs beside its sampler; leave service out")
         except BaseException as error:
