@@ -360,6 +360,7 @@ class EpisodeSampler:
             sampling,
             earned_reward=float(sum(reward for _, reward in episode.rewards)),
             metadata={
+                "episode_id": episode.episode_id,
                 "stop": stop,
                 "num_turns": len(episode.turns),
                 "messages": episode.messages,

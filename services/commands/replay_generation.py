@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -98,7 +97,7 @@ async def _repeat_episodes(folder: Path, recipe: Recipe, versions: Sequence[int]
 
 async def _repeat(pool: EnvironmentPool, recipe: Recipe, row: _Row) -> ObservationDifference | None:
     group_id = row.prompt.group_id
-    episode_id = f"{group_id}/{row.trajectory.trajectory_id}/{uuid.uuid4().hex}"
+    episode_id = row.trajectory.metadata.get("episode_id", f"{group_id}/{row.trajectory.trajectory_id}")
     environment = await pool.open(episode_id)
     try:
         return await first_other_observation(
