@@ -17,12 +17,10 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,14 +32,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.service_process import rollout_service  # noqa: E402
 from tandem.protos.codec import encode_group  # noqa: E402
 from tandem.protos.types import Prompt, SamplingParameters, TrajectoryGroup  # noqa: E402
 from tandem.rollout.config import RolloutConfig  # noqa: E402
 from tandem.rollout.engine import SamplerArguments, find_engine  # noqa: E402
-from tandem.services.buffer.buffer import Buffer  # noqa: E402
-from tandem.services.config import dump_recipe, parse_recipe  # noqa: E402
 from tandem.services.data.tiny_model import VOCABULARY, build_tiny_model  # noqa: E402
-from tandem.services.run.redis_child import RedisChild  # noqa: E402
 
 GROUPS = {4: 96, 64: 32, 240: 8}
 """Groups of a measurement, by the length of their answers."""
@@ -51,7 +47,7 @@ LEAST = {4: 0.7, 64: 0.9, 240: 0.9}
 CONFIG = RolloutConfig(
     samples_per_prompt=SAMPLES, max_groups_in_flight=GROUPS_IN_FLIGHT, max_response_tokens=256, kv_cache_bytes=256 << 20
 )
-RUN_ID, SAMPLER = "sampler", "rollout-0"
+RUN_ID = "sampler"
 START_SECONDS, MEASURE_SECONDS = 120.0, 120.0
 
 Measure = Callable[[list[Prompt]], None]
@@ -229,24 +225,7 @@ async def _service(pipe: Connection, arguments: SamplerArguments, folder: Path) 
         "data": {"train_file": "none", "max_prompt_tokens": arguments.max_model_tokens - CONFIG.max_response_tokens},
         "rollout": rollout,
     }
-    config = folder / "config.json"
-    config.write_text(dump_recipe(parse_recipe(values)))
-    with RedisChild(folder, report=print) as redis, closing(Buffer(redis.url, RUN_ID)) as buffer:
-        budget = {"infrastructure": 1, "data": 1}
-        most = 1_000_000
-        buffer.create(
-            groups_per_batch=most, staleness_budget=0, target_groups=most, failure_budget=budget, resume=False
-        )
-        incarnation = buffer.begin_incarnation()
-        command = [sys.executable, "-m", "tandem.services.cli", "serve", "rollout", str(config)]
-        environment = {**os.environ, "TANDEM_REDIS_URL": redis.url}
-        process = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, env=environment)
-        deadline = time.monotonic() + START_SECONDS
-        while not buffer.samplers():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the service did not start")
-            await asyncio.sleep(0.1)
-        buffer.publish(incarnation, 0, [SAMPLER])
+    with rollout_service(folder, values) as (buffer, process):
 
         async def sample(prompts: list[Prompt]) -> None:
             waiting = buffer.counts()["generated_waiting"] + len(prompts)

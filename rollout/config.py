@@ -48,7 +48,9 @@ class RolloutConfig(Options):
     in a sampler started by itself the engine chooses, or it has one if `num_replicas` share the cores.
     """
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of groups that a sampler samples at once."""
+    """Maximum number of groups that a sampler samples at once. Episodes that wait for their environment for more than
+    0.2 s do not count, so that others use the engine meanwhile.
+    """
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Memory of the KV cache on CPUs, or on a GPU shared with the trainer."""
     gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85

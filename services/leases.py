@@ -22,10 +22,8 @@ from tandem.services.buffer.types import FailureKind
 
 log = logging.getLogger(__name__)
 
-OUTAGE_PAUSE_SECONDS = 1.0
-"""Pause between two attempts to reach an unreachable or full Redis, if the loop tolerates outages."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-"""Pauses after failed attempts at the same lease."""
+OUTAGE_PAUSE_SECONDS = 1.0  # between two attempts to reach a Redis that is away or full, if the loop tolerates this
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0  # after failed attempts at the same lease
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and thus the longest delay of a stop
 _POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
 _REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
@@ -60,8 +58,7 @@ class Release:
 
     reason: str
     kind: FailureKind
-    detail: str = ""
-    """Cause of the failure, for the log."""
+    detail: str = ""  # cause of the failure, for the log
 
 
 SHUTDOWN = Release("shutdown", "voluntary")
@@ -72,13 +69,11 @@ class Held(Generic[LeaseT]):
     """A lease that is being worked on."""
 
     lease: LeaseT
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when the lease is lost or the service stops."""
+    cancelled: threading.Event = field(default_factory=threading.Event)  # set if it is lost, or the service stops
     unsaved: Callable[[], bytes] | None = None
     """Set by the worker when it has new results to save. The loop calls it at the next renewal or release."""
     task: asyncio.Task[None] | None = None
-    settling: bool = False
-    """True while the loop completes or releases the lease, which cannot be cancelled."""
+    settling: bool = False  # while the loop completes or releases the lease, which cannot be cancelled
 
     def take_unsaved(self) -> bytes | None:
         """Returns the unsaved results, if any, and marks them as saved."""
@@ -114,6 +109,10 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
     async def collect_unsaved(self, held: Sequence[Held[LeaseT]]) -> None:
         """Called before unsaved results are taken: at every renewal, and once when the loop ends. May set `unsaved`."""
         return
+
+    def num_waiting(self) -> int:
+        """How many leases more than `capacity` may be held, because the work on some waits for other services."""
+        return 0
 
     def check(self) -> bool:
         """Called before every claim. False ends the loop. Raises if the worker cannot continue."""
@@ -198,8 +197,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         renewals = asyncio.create_task(self._renew_forever())
         try:
             while not stop.is_set() and self._failure is None and self._worker.check():
+                waiting = self._worker.num_waiting()
                 working = sum(not one.settling for one in self._held.values())  # the others only wait for Redis
-                free = min(self._capacity - working, 2 * self._capacity - len(self._held))
+                free = min(self._capacity - working, 2 * self._capacity - len(self._held)) + waiting
                 if self.paused or free <= 0:
                     await self._wait_for_change(_POLL_SECONDS)
                 else:

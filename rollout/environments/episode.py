@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, Protocol
 
 import numpy as np
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.5  # before another attempt: the environment's server may be away for a moment
 _LONGEST_PAUSE_SECONDS = 10.0
+_SHORT_WAIT_SECONDS = 0.2  # an environment that answers sooner does not give up its place for its answers
 
 Stop = Literal["terminated", "truncated", "turns", "length"]
 """Why an episode ended: the environment said so (twice), `max_turns`, or no token was left."""
@@ -97,6 +99,8 @@ class RunningEpisode:
     on_change: Callable[[], None]
     save: Save | None
     episode: Episode | None = None
+    waiting_since: float = inf
+    """Monotonic time since which its environment works and it has no request in the engine; inf: it has one."""
 
     @property
     def name(self) -> str:
@@ -120,6 +124,11 @@ class EpisodeSampler:
         self._config = config
         self._seed = seed
         self._saved: set[RunningEpisode] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Running episodes that have waited for their environment for a while, and use nothing of the engine."""
+        return sum(time.monotonic() - one.waiting_since > _SHORT_WAIT_SECONDS for one in self._saved)
 
     async def sample(
         self,
@@ -179,6 +188,7 @@ class EpisodeSampler:
         return rows
 
     async def _attempt(self, running: RunningEpisode) -> Trajectory:
+        running.waiting_since = time.monotonic()
         if (episode := running.episode) is not None:
             check_repeatable(episode, self._pool.resume)
             async with self._opened(episode.episode_id) as environment:
@@ -280,6 +290,7 @@ class EpisodeSampler:
             return "turns"
         if turn > 0 and left < 1:
             return "length"
+        running.waiting_since = inf
         row = await self._sampler.sample_one(
             episode.history,
             replace(running.sampling, max_tokens=min(left, self._config.max_turn_tokens or left)),
@@ -287,6 +298,7 @@ class EpisodeSampler:
             key=_turn_key(running.prompt, episode),
             unfinished=episode.begun,
         )
+        running.waiting_since = time.monotonic()
         if row.finish_reason in ("abort", "error"):
             group_id = running.prompt.group_id
             raise UnavailableError(f"the engine ended turn {turn} of {group_id} with {row.finish_reason!r}")

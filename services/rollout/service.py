@@ -111,6 +111,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self._engine = engine
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
+        self._rows_per_group = config.samples_per_prompt + with_baselines
         self._partial_rollout = config.partial_rollout
         self._collect_seconds = min(_COLLECT_SECONDS, config.lease_seconds / 3)
         self._groups: dict[int, _Group] = {}  # by the lease's token
@@ -163,6 +164,10 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             self._groups.pop(held.lease.token, None)
             self._with_new_turns.discard(held)
         return GroupResult(group.payload)
+
+    def num_waiting(self) -> int:
+        """Groups' worth of episodes that wait for their environment: others may use their places in the engine."""
+        return 0 if self._episodes is None else self._episodes.num_waiting // self._rows_per_group
 
     async def collect_unsaved(self, held: Sequence[Held[Claim]]) -> None:
         """Adds what is sampled of unfinished rows to the results to save."""

@@ -42,17 +42,20 @@ def test_an_episode_that_waits_for_a_slow_tool_holds_no_request_in_the_engine(tm
                 episodes = EpisodeSampler(sampler, pool, EpisodeEncoder(ChatEncoder(str(model))), settings, seed=5)
 
                 def begin(prompt: Prompt) -> asyncio.Task[object]:
-                    return asyncio.create_task(episodes.sample(prompt, SAMPLING, 0))
+                    return asyncio.create_task(episodes.sample(prompt, SAMPLING, 0, on_change=lambda: None))
 
                 slow = begin(slow_prompt)
                 while not asked.exists():
                     assert not slow.done()
                     await asyncio.sleep(0.01)
                 assert not sampler._running, "its first turn has ended"
+                while episodes.num_waiting == 0:
+                    await asyncio.sleep(0.01)
                 other = await begin(other_prompt)
                 assert not slow.done() and not sampler._running
                 answer.touch()
                 waited = await slow
+                assert episodes.num_waiting == 0
                 assert other.metadata["num_turns"] == waited.metadata["num_turns"] == 2  # type: ignore[attr-defined]
             finally:
                 await pool.close()

@@ -50,6 +50,8 @@ class IdleEngine:
 class ToldEpisodes:
     """Has as many tokens of each episode as the test says. None ends."""
 
+    num_waiting = 0
+
     def __init__(self) -> None:
         self.figures = EpisodeFigures(resumed_episodes=2)
         self.num_tokens = 1
