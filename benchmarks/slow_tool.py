@@ -11,6 +11,7 @@ from typing import Any
 from tandem import Observation, StepResult
 
 SIGMA = 1.0
+LONGEST_SECONDS = 20.0  # shorter than environment.step_seconds
 
 
 class SlowTool:
@@ -32,7 +33,8 @@ class SlowTool:
             return StepResult([], terminated=True)
         if self.seconds:
             dice = random.Random(idempotency_key)
-            await asyncio.sleep(dice.lognormvariate(math.log(self.seconds) - SIGMA**2 / 2, SIGMA))
+            seconds = dice.lognormvariate(math.log(self.seconds) - SIGMA**2 / 2, SIGMA)
+            await asyncio.sleep(min(seconds, LONGEST_SECONDS))
         return StepResult([{"role": "user", "content": "go on"}])
 
     async def close(self) -> None:
