@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import AgentResult, JsonObject, Message, Observation, Resume, StepResult
 from tandem.protos.errors import ConfigError, EpisodeError
+from tandem.rollout.environments import other_interpreter
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.line_calls import LineCalls
 
@@ -44,7 +45,7 @@ class _Process:
     async def start(cls, config: EnvironmentConfig) -> _Process:
         """Raises ConfigError if the class cannot be used, EpisodeError if the process does not start."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tandem.rollout.environments.inside"),
+            *_command(config.interpreter),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(config.variables, "environment.variables"),
@@ -91,6 +92,15 @@ class _Process:
     async def end(self) -> None:
         self._calls.reading.cancel()  # a process that it has started may still have its end of the pipe
         await end_process(self._process)
+
+
+def _command(interpreter: str) -> Sequence[str]:
+    """The program that runs environments. Raises ConfigError if there is no such interpreter."""
+    if not interpreter:
+        return sys.executable, "-m", "tandem.rollout.environments.inside"
+    if not os.access(interpreter, os.X_OK) or os.path.isdir(interpreter):
+        raise ConfigError(f"environment.interpreter: {interpreter} is no program")
+    return interpreter, other_interpreter.__file__
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:
