@@ -30,7 +30,7 @@ from tandem.services.data.chat import ChatEncoder, load_tokenizer
 from tandem.services.data.dataset import parse_row
 from tandem.services.rollout.episodes import EpisodeEncoder
 from tandem.services.rollout.openai_proxy import OpenAIProxy
-from tests.support.episodes import ScriptedSampler, sampled_parts, texts_of, tokenizer
+from tests.support.episodes import ScriptedSampler, prompt_of, sampled_parts, texts_of, tokenizer
 from tests.support.paths import ROOT
 from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model
 from tests.support.wheels import pip
@@ -47,6 +47,12 @@ TASKS = f"verifiers==0.4.0 openai<3 mcp==2.0.0 mcp-types==2.0.0 {OF_BOTH} prime-
 TURNS = SamplingParameters(max_tokens=300)
 WORDS = ["<|endoftext|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 """Tokens that the renderer for Qwen3 needs."""
+LOADER = "verifiers.v1:load_environment"
+SUMS = {
+    "taskset": {"id": "verifiers-tasks"},
+    "agent": {"runtime": {"type": "subprocess"}},
+    "renderer": {"name": "qwen3"},
+}
 
 
 def interpreter_with(packages: str, folder: Path) -> str:
@@ -96,7 +102,7 @@ def play(model: Path, prompt: Prompt, sampler: Sampler | None = None, **config: 
     """One episode; without another sampler, its tokens are those of the model."""
 
     async def main() -> Trajectory:
-        settings = EnvironmentConfig(max_attempts=1, step_seconds=90.0, max_turn_tokens=64, **config)
+        settings = EnvironmentConfig(max_attempts=1, step_seconds=90.0, max_turn_tokens=100, **config)
         engine = RolloutConfig(engine="transformers", kv_cache_bytes=16 << 20)
         arguments = SamplerArguments(engine, str(model), "float32", 1024, seed=1)
         used = sampler or await find_engine("transformers").start(arguments)
@@ -164,23 +170,27 @@ def test_what_an_environment_of_03_cannot_use_is_one_line(legacy: str, tmp_path:
 
 def test_a_task_of_04_is_done_with_token_ids(tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(copied("verifiers_tasks", tmp_path).parent))  # as if it were installed
-    path, model = "verifiers.v1:load_environment", build_tiny_model(tmp_path / "model", hidden=64, words=WORDS)
-    arguments: dict[str, Any] = {"taskset": {"id": "verifiers-tasks"}, "agent": {"runtime": {"type": "subprocess"}}}
-    arguments["renderer"] = {"name": "qwen3"}
-    prompt, _ = rows_of(tasks, path, arguments, tmp_path)
-    play_it = partial(play, model, path=path, arguments=arguments, interpreter=tasks)
-    said = ScriptedSampler(lambda _: ["1", "2"])
-    row = play_it(prompt, said)
+    model = build_tiny_model(tmp_path / "model", hidden=64, words=WORDS)
+    prompt, _ = rows_of(tasks, LOADER, SUMS, tmp_path)
+    play_it = partial(play, model, prompt, path=LOADER, arguments=SUMS, interpreter=tasks)
+    row = play_it(ScriptedSampler(lambda _: ["1", "2"]))
     head, start = "<|im_start|>{}\n{}<|im_end|>\n", "<|im_start|>assistant\n"
     asked = head.format("system", "Add.") + head.format("user", "1 and 1") + start
     sure = "\n" + head.format("user", "Sure?") + start
     assert parts_of(row.segments[0], model) == [asked, "1<|im_end|>", sure, "2<|im_end|>"]
     assert row.earned_reward == 1.5, "two turns, and the right answer"
-    row = play_it(prompt, rewritten_history="fork")  # what a random model says may look like thoughts or calls
+    row = play_it(rewritten_history="fork")  # what a random model says may look like thoughts or calls
     assert parts_of(row.segments[0], model)[0] == asked and row.earned_reward == 0.5
     assert sum(one.num_loss_tokens for one in row.segments) == row.metadata["info"]["metrics"]["sampled"]
+
+
+def test_what_an_environment_of_04_cannot_use_is_one_line(
+    tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(copied("verifiers_tasks", tmp_path).parent))
+    model, said = build_tiny_model(tmp_path / "model", words=WORDS), ScriptedSampler(lambda _: ["1", "2"])
     with pytest.raises(EpisodeError, match=r"none of the environment's tasks: extra_info\.answer: Field required"):
-        play_it(replace(prompt, extra_info={}), said)
-    settings = EnvironmentConfig(path=path, arguments={"taskset": {"id": "no-such"}}, interpreter=tasks)
+        play(model, prompt_of(), said, path=LOADER, arguments=SUMS, interpreter=tasks)
+    settings = EnvironmentConfig(path=LOADER, arguments={"taskset": {"id": "no-such"}}, interpreter=tasks)
     with pytest.raises(ConfigError, match="taskset 'no-such' not found"):
         asyncio.run(check_class(settings))
