@@ -1,8 +1,9 @@
 """What an agent asked of the policy in one episode, and the tokens of its conversations.
 
 A call continues the conversation whose messages it repeats: its prompt is that conversation's tokens, as they were
-sampled, and what the chat template puts after them. Any other call begins a conversation, which is a segment of the
-trajectory. So each sampled token is in the trajectory once, after the tokens after which it was sampled.
+sampled, and what the chat template puts after them. A call with tokens continues the conversation whose tokens it
+repeats. Any other call begins a conversation, which is a segment of the trajectory. So each sampled token is in the
+trajectory once, after the tokens after which it was sampled.
 """
 
 from __future__ import annotations
@@ -12,25 +13,41 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.protos.contracts import AgentResult, JsonObject, Message
 from tandem.protos.errors import EpisodeError, ModelError, TandemError, UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory
 from tandem.rollout.environments.agent_calls import ChatAnswer, ChatCall, RefusedCallError, key_of
+from tandem.rollout.environments.agent_tokens import TokenAnswer, TokenCall, check_ids
 from tandem.rollout.environments.chat_messages import for_template
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import TurnEncoder
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import unsampled, with_given
 
+Answer = TypeVar("Answer", ChatAnswer, TokenAnswer)
+_TOKENS = "tokens"  # no JSON text, as the tools of a conversation by messages are
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents know that they cannot go on
 
 
 class AgentEncoder(TurnEncoder, Protocol):
     """The encoder of calls without tools."""
+
+    @property
+    def model_path(self) -> str:
+        """Of the model whose tokenizer and chat template it has."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the tokenizer's vocabulary."""
+        ...
 
     def with_tools(self, tools: Sequence[JsonObject]) -> TurnEncoder:
         """The encoder of calls with these tools. Raises ModelError if the template does not show them."""
@@ -43,6 +60,7 @@ class _Conversation:
 
     encoder: TurnEncoder
     tools: str
+    """As JSON; of a conversation by tokens, `_TOKENS`."""
     keys: list[str]
     """Of its messages (`key_of`)."""
     num_first: int
@@ -60,6 +78,10 @@ class _Conversation:
     def begins(self, keys: Sequence[str], tools: str) -> bool:
         """Whether a call with these messages and tools continues it."""
         return self.tools == tools and len(keys) > len(self.keys) and [*keys[: len(self.keys)]] == self.keys
+
+    def begins_tokens(self, ids: NDArray[np.int32], length: int) -> bool:
+        """Whether a call with these tokens repeats the first `length` ones of the newest segment, and adds others."""
+        return self.tools == _TOKENS and len(ids) > length and np.array_equal(ids[:length], self.history.ids[:length])
 
     def first_difference(self, keys: Sequence[str]) -> int:
         """Place of the first message that differs; 0 if the call does not begin like this conversation."""
@@ -102,7 +124,7 @@ class AgentSession:
         self._num_first_given = 0
         """Tokens of the first prompt."""
         self._stop: Literal["turns", "length"] | None = None
-        self._calls: set[asyncio.Task[ChatAnswer]] = set()
+        self._calls: set[asyncio.Task[ChatAnswer] | asyncio.Task[TokenAnswer]] = set()
         self._idle_seconds = config.step_seconds
         self._idle_until = time.monotonic() + config.step_seconds
 
@@ -114,16 +136,27 @@ class AgentSession:
         """How long the agent may go on without a call, unless one is being answered: then the whole time."""
         return self._config.step_seconds if self._calls else self._idle_until - time.monotonic()
 
+    @property
+    def model_path(self) -> str:
+        return self._encoder.model_path
+
     def answering(self, call: ChatCall) -> asyncio.Task[ChatAnswer]:
         """A task that answers a call. It raises RefusedCallError, also if the policy cannot answer any more; the end of
         the session cancels it.
         """
+        return self._begun(self._answer(call))
+
+    def answering_tokens(self, call: TokenCall) -> asyncio.Task[TokenAnswer]:
+        """As `answering`."""
+        return self._begun(self._answer_tokens(call))
+
+    def _begun(self, answer: Coroutine[object, object, Answer]) -> asyncio.Task[Answer]:
         if not self._calls:
             self._idle_seconds = self.seconds_left()
-        task = asyncio.create_task(self._answer(call))
+        task = asyncio.create_task(answer)
         self._calls.add(task)
 
-        def ended(task: asyncio.Task[ChatAnswer]) -> None:
+        def ended(task: asyncio.Task[Answer]) -> None:
             self._calls.discard(task)
             if not task.cancelled() and task.exception() is None:  # a refused call gains no time
                 self._idle_seconds = self._config.step_seconds
@@ -160,14 +193,47 @@ class AgentSession:
         )
 
     async def _answer(self, call: ChatCall) -> ChatAnswer:
-        if self._num_turns == self._config.max_turns:
-            self._stop = "turns"
-            told = f"the episode has had its {self._num_turns} turns (environment.max_turns)"
-            raise RefusedCallError(told, code=_TOO_LONG)
+        self._check_turns()
         try:
             conversation, history = self._before_turn(call)
         except (EpisodeError, ModelError) as error:
             raise RefusedCallError(str(error)) from None
+        turn, row = await self._next_turn(call, conversation, history)
+        ids = conversation.history.ids[len(history.ids) :]
+        is_cut = row.finish_reason == "length"  # it may lack its most important part
+        message: Message = {"role": "assistant", "content": row.text}
+        if not is_cut and call.may_call:
+            decoded = conversation.encoder.decode_turn(ids, row.text, turn)
+            if not any("error" in one for one in decoded.get("tool_calls", ())):
+                message = decoded
+        self._add(conversation, [*call.messages, message], turn, row.text)
+        conversation.keys = [key_of(one) for one in conversation.messages]
+        finish: Literal["stop", "tool_calls"] = "tool_calls" if message.get("tool_calls") else "stop"
+        return ChatAnswer(turn, message, "length" if is_cut else finish, len(history.ids), len(ids))
+
+    async def _answer_tokens(self, call: TokenCall) -> TokenAnswer:
+        self._check_turns()
+        check_ids(call.ids, self._encoder.num_tokens)
+        conversation, history = self._before_tokens(call.ids)
+        turn, row = await self._next_turn(call, conversation, history)
+        before = conversation.messages or self._prompt.messages  # what came between two turns is known as tokens only
+        self._add(conversation, [*before, {"role": "assistant", "content": row.text}], turn, row.text)
+        sampled, start = conversation.history, len(history.ids)
+        finish: Literal["stop", "length"] = "length" if row.finish_reason == "length" else "stop"
+        return TokenAnswer(turn, sampled.ids[start:], sampled.behavior_logprobs[start:], finish)
+
+    def _check_turns(self) -> None:
+        if self._num_turns == self._config.max_turns:
+            self._stop = "turns"
+            told = f"the episode has had its {self._num_turns} turns (environment.max_turns)"
+            raise RefusedCallError(told, code=_TOO_LONG)
+
+    async def _next_turn(
+        self, call: ChatCall | TokenCall, conversation: _Conversation, history: Segment
+    ) -> tuple[int, Trajectory]:
+        """Samples the turn after `history`, which becomes the newest segment of the conversation. Returns its number,
+        and what was sampled.
+        """
         forks = not history.spans and bool(conversation.history.spans)
         num_given = len(history.ids) if forks else conversation.num_given
         longest = self._longest_turn(conversation, len(history.ids), num_given)
@@ -178,24 +244,15 @@ class AgentSession:
             conversation.forked.append(conversation.history)
         (conversation.history,) = row.segments
         conversation.num_given = num_given
-        ids = conversation.history.ids[len(history.ids) :]
-        is_cut = row.finish_reason == "length"  # it may lack its most important part
-        message: Message = {"role": "assistant", "content": row.text}
-        if not is_cut and call.may_call:
-            decoded = conversation.encoder.decode_turn(ids, row.text, turn)
-            if not any("error" in one for one in decoded.get("tool_calls", ())):
-                message = decoded
         if self._stop != "turns":  # of another call, which came meanwhile
-            self._stop = "length" if is_cut and not (call.max_tokens and call.max_tokens < longest) else None
-        self._add(conversation, call, message, turn, row.text)
-        finish: Literal["stop", "tool_calls"] = "tool_calls" if message.get("tool_calls") else "stop"
-        return ChatAnswer(turn, message, "length" if is_cut else finish, len(history.ids), len(ids))
+            is_cut = row.finish_reason == "length" and not (call.max_tokens and call.max_tokens < longest)
+            self._stop = "length" if is_cut else None
+        return turn, row
 
-    def _add(self, conversation: _Conversation, call: ChatCall, message: Message, turn: int, text: str) -> None:
+    def _add(self, conversation: _Conversation, messages: list[Message], turn: int, text: str) -> None:
         if conversation not in self._conversations:
             self._conversations.append(conversation)
-        conversation.messages = [*call.messages, message]
-        conversation.keys = [key_of(one) for one in conversation.messages]
+        conversation.messages = messages
         self._messages = conversation.messages
         self._texts[turn] = text
 
@@ -211,6 +268,22 @@ class AgentSession:
         encoder = self._encoder.with_tools(call.tools) if call.tools else self._encoder
         history = unsampled(encoder.encode(for_template(call.messages)))
         return _Conversation(encoder, tools, keys, len(keys), history, num_given=len(history.ids)), history
+
+    def _before_tokens(self, ids: NDArray[np.int32]) -> tuple[_Conversation, Segment]:
+        """As `_before_turn`, for a call with tokens."""
+        known = [one for one in self._conversations if one.begins_tokens(ids, one.num_given)]
+        idle = [one for one in known if not one.is_continued and one.begins_tokens(ids, len(one.history.ids))]
+        if idle:
+            longest = max(idle, key=lambda one: len(one.history.ids))
+            return longest, with_given(longest.history, ids[len(longest.history.ids) :])
+        if known and self._config.rewritten_history == "keep":
+            raise RefusedCallError(
+                "the call repeats the first tokens of a conversation, and then differs from it, or another call is "
+                "being answered after the same tokens. That would begin a new segment, which needs "
+                'environment.rewritten_history = "fork"'
+            )
+        history = unsampled(ids)
+        return _Conversation(self._encoder, _TOKENS, [], 0, history, num_given=len(ids)), history
 
     def _continuing(self, known: _Conversation, call: ChatCall) -> Segment:
         """All tokens before the next turn of a conversation. Without the tokens sampled so far, it is a new segment."""
@@ -252,7 +325,7 @@ class AgentSession:
             raise RefusedCallError(f"{num_tokens + others} tokens leave none for an answer ({limit})", code=_TOO_LONG)
         return min(in_model, in_episode, self._config.max_turn_tokens or in_model)
 
-    async def _sample(self, call: ChatCall, history: Segment, turn: int, longest: int) -> Trajectory:
+    async def _sample(self, call: ChatCall | TokenCall, history: Segment, turn: int, longest: int) -> Trajectory:
         group_id, base = self._prompt.group_id, self._sampling
         try:
             row = await self._sampler.sample_one(

@@ -16,6 +16,7 @@ from tandem.rollout.environments.inside import MAX_LINE_BYTES, checked_messages,
 from tandem.rollout.environments.loading import ContractError, described
 
 Returned = TypeVar("Returned")
+_AGENT = "the class is an agent: it has `run`, and no steps that can be checked"
 _NOT_COMPARED = ("info", "tool_outcomes")  # they may have times
 
 
@@ -56,15 +57,18 @@ class CheckedClass:
         except Exception as error:
             raise CheckError(described(error)) from None
         if is_agent(self._class):
-            raise CheckError("the class is an agent: it has `run`, and no steps that can be checked")
+            raise CheckError(_AGENT)
 
     def create(self) -> Environment:
         """An object of the class."""
         self.say("the constructor")
         try:
-            return self._class(**self._arguments)
+            made = self._class(**self._arguments)
         except Exception as error:
             raise CheckError(f"the constructor: {described(error)}") from None
+        if is_agent(type(made)):  # of another library
+            raise CheckError(_AGENT)
+        return made
 
     async def call(self, what: str, begin: Callable[[], Awaitable[Returned]]) -> Returned:
         """The result of a method. Raises CheckError if it raises or takes too long."""

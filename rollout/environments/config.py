@@ -37,6 +37,10 @@ class EnvironmentConfig(Options):
     after the tokens as they were sampled; "fork" after what the template renders, as a new segment of the trajectory.
     Calls of an agent that change what was said are refused with "keep", and begin a segment with "fork".
     """
+    interpreter: str = ""
+    """Path of another Python, at least 3.11, that runs the environments' processes, such as `bin/python` of a virtual
+    environment with packages that do not go together with Tandem's (docs/environments.md). Empty: Tandem's own.
+    """
     variables: tuple[str, ...] = ()
     """Names of environment variables that its process sees besides the usual ones, such as `PATH` and `HF_HOME`
     (docs/security.md), e.g. the key of an API.
@@ -75,6 +79,8 @@ class EnvironmentConfig(Options):
     def _can_be_sandboxed(self) -> EnvironmentConfig:
         if self.sandbox and PYTHON_TOOL in self.tools:
             raise ValueError("sandbox: the tool python makes sandboxes of its own; leave sandbox out")
+        if self.sandbox and self.interpreter:
+            raise ValueError("sandbox: only Tandem's own Python is in it; leave sandbox or interpreter out")
         if self.sandbox_files and not self.sandbox:
             raise ValueError("sandbox_files: nothing is in a sandbox without sandbox = true")
         return self

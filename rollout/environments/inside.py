@@ -38,14 +38,14 @@ MAX_LINE_BYTES = 256 << 10  # it becomes part of the trajectory
 
 def load_class(path: str) -> Callable[..., Environment]:
     """What makes environments at `module.path:Class` or `file.py:Class`: a class of them, of agents (`is_agent`), or of
-    another library, or a function. Raises ContractError if there is none.
+    another library, whose objects may be agents, or a function. Raises ContractError if there is none.
     """
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise ContractError(f"{path!r} names no class; write module.path:Class or path/to/file.py:Class")
     module = load_module(place, path)
     found = getattr(module, name, None)
-    if is_agent(found):
+    if is_agent(found) and not is_foreign(found):
         return cast("Callable[..., Environment]", found)
     if is_foreign(found):
         from tandem.rollout.environments.adapters.choice import ForeignClass  # with pydantic and jsonschema
@@ -254,8 +254,7 @@ def main() -> None:
         return
     try:
         chosen = load_class(start["path"])
-        if is_agent(chosen):
-            _reach_this_machine_directly()
+        _reach_this_machine_directly()
         first = chosen(**start["arguments"])
         offered = {"tools": _tool_schemas(start["path"], first), "unsafe_tools": _unsafe_tools(start["path"], first)}
         mode = resume_mode(first if hasattr(first, "resume") else chosen)
@@ -263,7 +262,7 @@ def main() -> None:
             raise ContractError(f"{start['path']}: its resume is {mode!r:.80}")
         if mode == "snapshot":
             _check_methods(start["path"], type(first), "snapshot", "restore")
-        ready = {"resume": mode, "is_agent": is_agent(chosen), **offered}
+        ready = {"resume": mode, "is_agent": is_agent(type(first)), **offered}
         first_line = json.dumps(ready, allow_nan=False)
     except Exception as error:
         text = described(error) if isinstance(error, ContractError) else f"{start['path']}: {described(error)}"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from tandem.protos.errors import ConfigError
+from tandem.rollout.environments import other_interpreter
 from tandem.rollout.environments.config import TOOL_ENVIRONMENT, EnvironmentConfig
 
 _INSIDE = (sys.executable, "-m", "tandem.rollout.environments.inside")
@@ -16,7 +17,11 @@ _PACKAGES = ("tandem", "tandem.protos", "tandem.rollout")
 
 
 def start_command(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Raises ConfigError if one of `sandbox_files` does not exist."""
+    """Raises ConfigError if `interpreter` or one of `sandbox_files` does not exist."""
+    if config.interpreter:
+        if not os.access(config.interpreter, os.X_OK) or os.path.isdir(config.interpreter):
+            raise ConfigError(f"environment.interpreter: {config.interpreter} is no program")
+        return config.interpreter, other_interpreter.__file__
     if not config.sandbox:
         return _INSIDE
     if missing := [path for path in config.sandbox_files if not os.path.exists(path)]:

@@ -41,6 +41,7 @@ class ChatEncoder:
     """
 
     def __init__(self, model_path: str, chat_template: str = "", tools: Sequence[JsonObject] = ()) -> None:
+        self.model_path = model_path
         self.tools = tools
         self._tokenizer = load_tokenizer(model_path)
         self._own_tokens = self._tokenizer.added_tokens_decoder
@@ -131,6 +132,11 @@ class ChatEncoder:
     def chat_template(self) -> str:
         """The template's text."""
         return str(self._tokenizer.chat_template)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the tokenizer's vocabulary."""
+        return len(self._tokenizer)
 
     @property
     def own_tokens(self) -> frozenset[str]:

@@ -58,6 +58,14 @@ class EpisodeEncoder:
     def shows_tools(self) -> bool:
         return bool(self._encoder.tools)
 
+    @property
+    def model_path(self) -> str:
+        return self._encoder.model_path
+
+    @property
+    def num_tokens(self) -> int:
+        return self._encoder.num_tokens
+
     def with_tools(self, tools: Sequence[JsonObject]) -> EpisodeEncoder:
         """As of `AgentEncoder`. Encoders are kept."""
         return self._with_tools(json.dumps(tools))

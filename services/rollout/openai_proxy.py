@@ -13,6 +13,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +24,9 @@ from starlette.routing import Route
 from tandem.protos.contracts import JsonObject
 from tandem.rollout.environments.agent_calls import ChatAnswer, ChatCall, RefusedCallError, read_call
 from tandem.rollout.environments.agent_session import AgentSession
+from tandem.rollout.environments.agent_tokens import read_token_call, token_response
 
+Answer = TypeVar("Answer")
 _HOST = "127.0.0.1"
 _MODEL = "policy"
 _MAX_BODY_BYTES = 16 << 20
@@ -50,6 +53,7 @@ class OpenAIProxy:
         self.app = Starlette(
             routes=[
                 Route(f"{path}/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/sessions/{session}/inference/v1/generate", self._generate, methods=["POST"]),
                 Route(f"{path}/models", self._models, methods=["GET"]),
                 Route("/{path:path}", self._unknown_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
             ],
@@ -83,25 +87,21 @@ class OpenAIProxy:
     async def _chat_completions(self, request: Request) -> Response:
         self._session(request)  # no body of an unknown caller is read
         call = read_call(await _json_body(request))
-        session = self._session(request)  # it may have ended meanwhile
-        answering, gone = session.answering(call), asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=_CLIENT_CLOSED)  # nobody gets the turn, so it is not recorded
-            if answering.cancelled():
-                raise _unknown_session()
-            return _completion(request.path_params["session"], call, answering.result())
-        finally:
-            gone.cancel()
-            answering.cancel()
+        answering = self._session(request).answering(call)  # it may have ended meanwhile
+        return _completion(request.path_params["session"], call, await _result(request, answering))
+
+    async def _generate(self, request: Request) -> Response:
+        self._session(request)
+        call = read_token_call(await _json_body(request))
+        answering = self._session(request).answering_tokens(call)
+        return JSONResponse(token_response(request.path_params["session"], await _result(request, answering)))
 
     async def _models(self, request: Request) -> Response:
-        self._session(request)
-        return JSONResponse({"object": "list", "data": [_model()]})
+        session = self._session(request)
+        return JSONResponse({"object": "list", "data": [{**_model(), "root": session.model_path}]})
 
     async def _unknown_path(self, request: Request) -> Response:
-        offered = "POST /sessions/<id>/v1/chat/completions and GET /sessions/<id>/v1/models"
+        offered = "POST v1/chat/completions, POST inference/v1/generate and GET v1/models below /sessions/<id>"
         raise RefusedCallError(
             f"{request.method} {request.url.path:.200} is not served; there are {offered}", status=404
         )
@@ -115,6 +115,21 @@ class OpenAIProxy:
             told = "the API key is not that of this session; use the `api_key` that `run` was called with"
             raise RefusedCallError(told, status=401, code="invalid_api_key")
         return session
+
+
+async def _result(request: Request, answering: asyncio.Task[Answer]) -> Answer:
+    """The answer to a call. Raises RefusedCallError if there is none, ClientDisconnect if nobody waits for it."""
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect  # the turn is not recorded
+        if answering.cancelled():
+            raise _unknown_session()
+        return answering.result()
+    finally:
+        gone.cancel()
+        answering.cancel()
 
 
 def _unknown_session() -> RefusedCallError:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem import Environment, StepResult
+from tandem.protos.types import Trajectory
 from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
+from tandem.services.data.chat import ChatEncoder
+from tandem.services.rollout.episodes import EpisodeEncoder
+from tests.support.episodes import SAMPLING, ScriptedSampler, prompt_of, texts_of
 from tests.support.misbehaving_server import free_port
 from tests.support.paths import ROOT
 from tests.support.processes import run_tandem
+from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model
 from tests.support.waiting import eventually
 from tests.support.wheels import pip
 
@@ -124,6 +132,35 @@ def test_gem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "between 1 and 10" in results[0].messages[0]["content"]
     assert (results[-1].reward, results[-1].terminated) == (1.0, True)
     assert "you guessed the correct number" in results[-1].messages[0]["content"].lower()
+
+
+def test_a_class_for_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = "trl==1.16.0 datasets multiprocess pandas python-dateutil six tzdata pytz"
+    installed(packages, tmp_path / "packages", monkeypatch)
+    model = build_tiny_model(tmp_path / "model", chat_template=TOOL_TEMPLATE)
+    command = [sys.executable, "-m", "tests.support.trl_environment", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"tools": ["increment"], "rewards": ["Counter"]}, "TRL's trainer takes the class"
+    said = ['<tool_call>{"name": "increment", "arguments": {"step": 2}}</tool_call>', "It is 2."]
+    row = asyncio.run(_trl_episode(model, said))
+    assert texts_of(row) == [[f"{one}<|im_end|>" for one in said]]
+    contents = [message["content"] for message in row.metadata["messages"]]
+    assert contents == ["Repeat.", "Count.", "", "2", "It is 2."]
+    assert (row.earned_reward, row.metadata["stop"]) == (1.0, "terminated")
+
+
+async def _trl_episode(model: Path, said: Sequence[str]) -> Trajectory:
+    settings = EnvironmentConfig(path="tests.support.trl_environment:Counter", max_attempts=1)
+    pool = EnvironmentPool(settings)
+    try:
+        await pool.start()
+        encoder = EpisodeEncoder(ChatEncoder(str(model), tools=pool.tools))
+        episodes = EpisodeSampler(ScriptedSampler(lambda _: said), pool, encoder, settings, seed=5)
+        return await episodes.sample(replace(prompt_of(), extra_info={"answer": "2"}), SAMPLING, 0)
+    finally:
+        await pool.close()
 
 
 def test_openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Makes `tandem.Environment`s of environments of other libraries."""
+"""Makes `tandem.Environment`s, or `tandem.Agent`s, of environments of other libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ from tandem.protos.contracts import Environment, Resume
 from tandem.rollout.environments.adapters.forked import ForkedEnvironment
 from tandem.rollout.environments.adapters.gym import GymEnvironment
 from tandem.rollout.environments.adapters.openenv import OpenEnvEnvironment, action_maker
-from tandem.rollout.environments.adapters.recognition import has_methods, is_gym, is_native, is_openenv
+from tandem.rollout.environments.adapters.recognition import (
+    has_methods,
+    is_gym,
+    is_native,
+    is_openenv,
+    is_verifiers,
+    is_verifiers_tasks,
+)
 from tandem.rollout.environments.adapters.skyrl import SkyRLEnvironment
 from tandem.rollout.environments.adapters.textarena import TextArenaEnvironment
 from tandem.rollout.environments.adapters.trl import TrlEnvironment, method_names, methods_of
+from tandem.rollout.environments.adapters.verifiers import PlayedEnvironment, VerifiersAgent, check_environment
+from tandem.rollout.environments.adapters.verifiers_tasks import TaskAgent, TaskEnvironment, configured, is_loader
 from tandem.rollout.environments.loading import ContractError
 
 Creator = Callable[[], Environment]
+"""Makes the object of one episode. Those of verifiers are agents; `is_agent` of their class says so."""
 
 
 class ForeignClass:
@@ -41,9 +51,15 @@ def _creator(path: str, make: Callable[..., object], arguments: Mapping[str, obj
         return partial(ForkedEnvironment, partial(SkyRLEnvironment, make, arguments))
     given = dict(arguments)
     field = given.pop("action_field", None) if is_openenv(make) else None
-    make_one = partial(make, **given)
+    renderer = given.pop("renderer", None) if is_loader(make) else None
+    make_one = configured(make, given) if is_loader(make) else partial(make, **given)
     made = make_one()
     kind = type(made)
+    if is_verifiers(kind):
+        check_environment(made, path)
+        return cast("Creator", partial(VerifiersAgent, cast("PlayedEnvironment", made)))
+    if is_verifiers_tasks(kind):
+        return cast("Creator", partial(TaskAgent, cast("Callable[[], TaskEnvironment]", make_one), renderer))
     if is_native(kind):
         return cast("Creator", make_one)
     if is_openenv(kind):

@@ -11,6 +11,8 @@ def is_foreign(found: object) -> TypeGuard[Callable[..., object]]:
     """Whether this is a function that makes environments, or a class with methods of another library's environments."""
     if not isinstance(found, type):
         return callable(found)
+    if is_verifiers(found) or is_verifiers_tasks(found):
+        return True
     return has_methods(found, "init", "step") or (has_methods(found, "reset") and not is_native(found))
 
 
@@ -31,6 +33,16 @@ def is_native(kind: type) -> bool:
     except TypeError:
         return False
     return inspect.iscoroutinefunction(reset) or "episode_id" in signature.parameters
+
+
+def is_verifiers(kind: object) -> bool:
+    """Up to 0.3: an environment with a data set and a rubric, which plays its episodes itself."""
+    return has_methods(kind, "run_rollout", "get_dataset")
+
+
+def is_verifiers_tasks(kind: object) -> bool:
+    """Since 0.4: an environment with a set of tasks and agents."""
+    return has_methods(kind, "run_episode", "serving")
 
 
 def is_openenv(kind: object) -> bool:

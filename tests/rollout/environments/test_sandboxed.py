@@ -134,6 +134,8 @@ def test_it_ends_with_a_sampler_that_is_killed() -> None:
 def test_what_cannot_be_in_the_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="the tool python makes sandboxes of its own"):
         EnvironmentConfig(tools=("python",), sandbox=True)
+    with pytest.raises(ValueError, match="only Tandem's own Python is in it"):
+        EnvironmentConfig(path="a:B", sandbox=True, interpreter="/usr/bin/python3")
     with pytest.raises(ValueError, match="nothing is in a sandbox without sandbox = true"):
         EnvironmentConfig(path="a:B", sandbox_files=("data",))
     missing = EnvironmentConfig(path="a.py:B", sandbox=True, sandbox_files=("nowhere",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def test_an_agent_in_a_process_of_its_own_becomes_a_trajectory_with_its_reward(
     assert row.earned_reward == 1.5 and row.metadata["info"] == {"said": ["one", "two", "three"]}
     assert agents.sessions == {}, "the session has ended"
     json.dumps(dict(row.metadata))
+
+
+def test_an_agent_may_run_under_another_interpreter(encoder: ChatEncoder) -> None:
+    row, _ = play(encoder, "conversation", interpreter=sys.executable)
+    assert row.earned_reward == 1.5
 
 
 @pytest.mark.parametrize(
