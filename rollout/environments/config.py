@@ -41,7 +41,10 @@ class EnvironmentConfig(Options):
     """
     service: bool = False
     """Run environments in services of their own (`tandem serve environments`), which samplers find in the registry,
-    instead of beside each sampler. `tandem run` starts one.
+    instead of beside each sampler.
+    """
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    """Environment services that `tandem run` starts with `service`; `tandem scale` changes their number during the run.
     """
     num_processes: Annotated[int, Field(ge=1)] = 1
     """Processes of each sampler, or of each environment service, that run environments. One that blocks delays the
@@ -62,6 +65,11 @@ class EnvironmentConfig(Options):
     def run_by(self) -> Literal["rollout", "environments"]:
         """The kind of service that has the environments' processes."""
         return "environments" if self.service else "rollout"
+
+    @property
+    def num_services(self) -> int:
+        """How many environment services the run starts with; 0 if its samplers run the environments."""
+        return self.num_replicas if self.service else 0
 
     @model_validator(mode="before")
     @classmethod
