@@ -101,7 +101,8 @@ class Injector:
             if self._run.redis is not None:
                 self._run.redis.restart_if_dead()
             if self.result.exit_code == 0:
-                self.result.violations += [line for made in self.result.made for line in _left_behind(made, self._count)]
+                for made in self.result.made:
+                    self.result.violations += _left_behind(made, self._count)
                 self._add(check_finished(self._buffer, self._folder, self._recipe.run.groups_per_batch))
             self.result.groups = dict(self._buffer.counts())
         except TandemError as error:  # e.g. Redis does not start again

@@ -16,7 +16,8 @@ REDIS, DISK, SUPERVISOR = "redis", "disk", "supervisor"
 """What is hit besides the services: the run's own Redis, the disk of its folder, and `tandem run` itself."""
 
 _BELOW_SHARE = 0.5
-"""Fraction of the kills of samplers, environment services and trainer that hit a process below them, if there is one."""
+"""Fraction of the kills of samplers, environment services and trainer that hit a process below them, if they have one.
+"""
 _WITH_BELOW = ("rollout", "environments", "trainer")
 _HIT_SHARE = 0.75
 """Fraction of the batches over which the faults come. The rest is for those that had to wait."""

@@ -30,6 +30,7 @@ class Kubernetes(Registered):
     """Patches the scale of a Deployment with the pod's service account. Raises ConfigError outside a pod."""
 
     name = "kubernetes"
+
     def __init__(self, buffer: Buffer, account: Path = SERVICE_ACCOUNT) -> None:
         super().__init__(buffer)
         variables = {service: name for service, name in DEPLOYMENT_VARIABLES.items() if service != ENVIRONMENTS}

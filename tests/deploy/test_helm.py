@@ -75,7 +75,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "dashboard": {"names": ["tandem.example.org"]},
         "networkPolicy": {
             **{name: PEER for name in ("rewardClients", "dashboardClients", "metricsClients", "apiServer")},
-            **{name: [{"ports": [{"protocol": "TCP", "port": 443}]}] for name in ("egress", "rewardEgress", "environmentsEgress")},
+            **{
+                name: [{"ports": [{"protocol": "TCP", "port": 443}]}]
+                for name in ("egress", "rewardEgress", "environmentsEgress")
+            },
         },
     },
 }

@@ -11,7 +11,6 @@ from typing import cast
 import psutil
 import pytest
 
-from tandem.services.buffer.buffer import Buffer
 from tandem.services.chaos import faults
 from tandem.services.chaos.faults import Run
 from tandem.services.chaos.injector import Injector

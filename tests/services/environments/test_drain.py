@@ -43,25 +43,25 @@ def test_a_service_that_drains_keeps_its_episodes_to_their_end_and_gets_no_furth
         async with serving(recipe, buffer) as leaving, connected(recipe, buffer) as services:
             episode = await services.open("a/0")
             await episode.reset({}, seed=1, episode_id="a/0")
-            async with serving(recipe, buffer, "environments-1") as staying:
-                async with connect_async(leaving.server.address) as channel:
-                    drain = environments_pb2_grpc.EnvironmentServiceStub(channel).Drain
-                    with pytest.raises(grpc.aio.AioRpcError, match="timeout_seconds is -1"):
-                        await drain(DrainEnvironmentsRequest(timeout_seconds=-1.0), **allowed)
-                    assert buffer.services().keys() == {"environments-0", "environments-1"}
-                    assert (await drain(DrainEnvironmentsRequest(), **allowed)).num_open == 1
-                    assert leaving.servicer.is_draining and buffer.services().keys() == {"environments-1"}
-                    used = {staying.server.address}
-                    await until(lambda: {one.address for one in services._replicas if not one.is_lost} == used)
-                    draining = asyncio.ensure_future(drain(DrainEnvironmentsRequest(timeout_seconds=LONG), **allowed))
-                    assert (await step(episode, "word", "a/0/0")).reward is not None
-                    other = await services.open("b/0")
-                    await other.reset({}, seed=1, episode_id="b/0")
-                    assert (leaving.servicer.num_open, staying.servicer.num_open) == (1, 1)
-                    assert not draining.done()
-                    await episode.close()
-                    assert (await draining) == environments_pb2.DrainEnvironmentsReply(num_open=0)
-                    await other.close()
+            channels = connect_async(leaving.server.address)
+            async with serving(recipe, buffer, "environments-1") as staying, channels as channel:
+                drain = environments_pb2_grpc.EnvironmentServiceStub(channel).Drain
+                with pytest.raises(grpc.aio.AioRpcError, match="timeout_seconds is -1"):
+                    await drain(DrainEnvironmentsRequest(timeout_seconds=-1.0), **allowed)
+                assert buffer.services().keys() == {"environments-0", "environments-1"}
+                assert (await drain(DrainEnvironmentsRequest(), **allowed)).num_open == 1
+                assert leaving.servicer.is_draining and buffer.services().keys() == {"environments-1"}
+                used = {staying.server.address}
+                await until(lambda: {one.address for one in services._replicas if not one.is_lost} == used)
+                draining = asyncio.ensure_future(drain(DrainEnvironmentsRequest(timeout_seconds=LONG), **allowed))
+                assert (await step(episode, "word", "a/0/0")).reward is not None
+                other = await services.open("b/0")
+                await other.reset({}, seed=1, episode_id="b/0")
+                assert (leaving.servicer.num_open, staying.servicer.num_open) == (1, 1)
+                assert not draining.done()
+                await episode.close()
+                assert (await draining) == environments_pb2.DrainEnvironmentsReply(num_open=0)
+                await other.close()
 
     in_time(main)
     assert not buffer.services().keys() - {"environments-1"}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -98,10 +99,10 @@ def test_a_process_whose_number_was_taken_ends(redis_url: str, buffer: Buffer) -
 
 def test_a_number_that_a_launcher_gave_is_held_at_once_and_kept_from_others(buffer: Buffer, hosts: str) -> None:
     buffer.connection.redis.set(buffer.connection.key("number:environments-1"), '{"host": "of one that was killed"}')
-    with given_replica_number(buffer, "environments", 1), free_replica_number(buffer, "environments") as first:
-        with free_replica_number(buffer, "environments") as third:
-            assert (first, third) == (0, 2)
-    with free_replica_number(buffer, "environments"), free_replica_number(buffer, "environments") as again:
+    free = partial(free_replica_number, buffer, "environments")
+    with given_replica_number(buffer, "environments", 1), free() as first, free() as third:
+        assert (first, third) == (0, 2)
+    with free(), free() as again:
         assert again == 1, "it was given back"
 
 
