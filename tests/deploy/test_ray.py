@@ -135,8 +135,8 @@ def test_an_environment_service_joins_and_leaves(run: RayRun, supervisor: subpro
     assert run.tandem("scale", str(run.folder), "environments=1").returncode == 0
     run.wait_for(lambda: "environments-1 has left the run" in run.said(), supervisor)
     opened = run.opened("environments-0")
+    run.wait_for(lambda: run.opened("environments-0") > opened, supervisor)
     run.wait_for_batches(1, supervisor)
-    assert run.opened("environments-0") > opened
     assert "environments-1 died" not in run.said() and "without draining" not in run.said()
 
 
