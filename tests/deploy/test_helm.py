@@ -25,7 +25,6 @@ import yaml
 from tandem.services.buffer.redis_server import find_redis_server
 from tandem.services.config import load_recipe
 from tandem.services.control.kubernetes import DEPLOYMENT_VARIABLES
-from tandem.services.environments.service import DRAIN_SECONDS
 from tandem.services.process import dying_with_parent
 from tests.support.paths import ROOT
 from tests.support.run_inputs import small_values
@@ -251,26 +250,6 @@ def test_nothing_outside_connects_unless_the_values_say_so(tmp_path: Path) -> No
         assert all(rule["from"] for rule in rules), "a rule without peers lets everybody in"
         outside = [peer for rule in rules for peer in rule["from"] if "podSelector" not in peer]
         assert {json.dumps(peer) for peer in outside} == {json.dumps(peer) for peer in peers}
-
-
-def test_environment_services_are_there_where_the_recipe_has_them(tmp_path: Path) -> None:
-    assert "environments" not in pods(render(tmp_path, {}))
-    manifests = render(tmp_path, VARIANTS["environments"])
-    (deployment,) = [one for one in of_kind(manifests, "Deployment") if one["metadata"]["name"] == "mine-environments"]
-    assert deployment["spec"]["replicas"] == 3
-    pod = pods(manifests)["environments"]
-    assert pod["spec"]["terminationGracePeriodSeconds"] > DRAIN_SECONDS
-    assert "runs" not in {volume["name"] for volume in pod["spec"]["volumes"]}, "environments see no run folder"
-    recipe = '[environment]\npath = "a:B"\nservice = true\n'
-    assert "environments" in pods(render(tmp_path, {"recipe": recipe, "environments": {"enabled": True}}))
-    for values in (
-        {"recipe": recipe},
-        {"environments": {"enabled": True}},
-        {"recipe": "# service = true", "environments": {"enabled": True}},
-        {"recipe": recipe, "environments": {"enabled": True}, "overrides": ["environment.service=false"]},
-    ):
-        said = "environments.enabled has to be what environment.service of the recipe is"
-        assert said in refused(tmp_path, values)
 
 
 @pytest.mark.parametrize(("variant", "served"), [("cpu", []), ("environments", ["mine-environments"])])
