@@ -103,3 +103,15 @@ class HeartbeatRequest(_message.Message):
 class HeartbeatReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DrainEnvironmentsRequest(_message.Message):
+    __slots__ = ("timeout_seconds",)
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    timeout_seconds: float
+    def __init__(self, timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class DrainEnvironmentsReply(_message.Message):
+    __slots__ = ("num_open",)
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
+    num_open: int
+    def __init__(self, num_open: _Optional[int] = ...) -> None: ...

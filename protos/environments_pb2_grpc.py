@@ -72,6 +72,11 @@ class EnvironmentServiceStub:
                 request_serializer=tandem_dot_protos_dot_environments__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=tandem_dot_protos_dot_environments__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.EnvironmentService/Drain',
+                request_serializer=tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsReply.FromString,
+                _registered_method=True)
 
 
 class EnvironmentServiceServicer:
@@ -127,6 +132,14 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Leave the registry, so that no caller opens further environments here, and wait until none is open, or until the
+        deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +177,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=tandem_dot_protos_dot_environments__pb2.HeartbeatRequest.FromString,
                     response_serializer=tandem_dot_protos_dot_environments__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +376,33 @@ class EnvironmentService:
             '/tandem.v1.EnvironmentService/Heartbeat',
             tandem_dot_protos_dot_environments__pb2.HeartbeatRequest.SerializeToString,
             tandem_dot_protos_dot_environments__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.EnvironmentService/Drain',
+            tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsRequest.SerializeToString,
+            tandem_dot_protos_dot_environments__pb2.DrainEnvironmentsReply.FromString,
             options,
             channel_credentials,
             insecure,

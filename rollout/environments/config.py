@@ -47,7 +47,10 @@ class EnvironmentConfig(Options):
     """
     service: bool = False
     """Run environments in services of their own (`tandem serve environments`), which samplers find in the registry,
-    instead of beside each sampler. `tandem run` starts one.
+    instead of beside each sampler.
+    """
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    """Environment services that `tandem run` starts with `service`; `tandem scale` changes their number during the run.
     """
     sandbox: bool = False
     """Run environments in the sandbox (docs/sandbox.md): without network, and without the machine's files except
@@ -84,6 +87,11 @@ class EnvironmentConfig(Options):
         if self.sandbox_files and not self.sandbox:
             raise ValueError("sandbox_files: nothing is in a sandbox without sandbox = true")
         return self
+
+    @property
+    def num_services(self) -> int:
+        """How many environment services the run starts with; 0 if its samplers run the environments."""
+        return self.num_replicas if self.service else 0
 
     @model_validator(mode="before")
     @classmethod

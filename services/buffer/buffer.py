@@ -255,7 +255,6 @@ class Buffer:
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
-
         Raises LedgerError if the version is not published yet.
         """
         run_to_end(self._trainer.change, "commit", incarnation, version)
@@ -305,13 +304,16 @@ class Buffer:
         run_to_end(self.connection.run, "give_back", sampler_id)
 
     def register_service(self, name: str, address: str) -> None:
-        """Registers a service that has just started, and requeues the leases of its predecessor.
-
-        From then on, claims of the earlier process are refused (FencedError), and a heartbeat tells it.
+        """Registers a service that has just started, and requeues the leases of its predecessor. From then on, claims
+        of the earlier process are refused (FencedError), and a heartbeat tells it.
         """
         self._generations[name] = int(self.connection.run("register_service", name, address))
         self._registrations[name] = partial(self.register_service, name, address)
         run_to_end(self.connection.run, "give_back", name)
+
+    def unregister_service(self, name: str) -> None:
+        """Takes a service out of the registry, unless a later start has its name. Heartbeats may go on."""
+        self.connection.run("unregister_service", name, self._generation(name))
 
     def heartbeat(self, name: str, figures: Mapping[str, float], activity: str = "") -> Told:
         """Reports, once a second, that `name` is alive, its figures (sums since its start), and what it does. Registers

@@ -18,12 +18,14 @@ STEP_SECONDS = 60.0
 """A trainer that is silent for longer, and for three times as long as ever before, may hang."""
 IDLE_FRACTION = 0.2
 """A side that is idle for a larger fraction of the time counts as waiting."""
+_WORDS = {"rollout": "sampler", "reward": "reward service", "environments": "environment service"}
 
 Cause = Literal[
     "none",
     "redis_away",
     "no_trainer",
     "no_reward",
+    "no_environments",
     "no_sampler",
     "no_feed",
     "samplers_paused",
@@ -108,15 +110,18 @@ def _absent(seen: Observation) -> Verdict | None:
     if not seen.silences:
         return None
     no_prompt = not seen.prompts and seen.count("outstanding") < seen.num_credits
+    sampled = seen.count("prompts_leased")
+    served = any(name.startswith("environments-") for name in seen.silences)
     needed: tuple[tuple[str, Cause, bool, str], ...] = (
         ("trainer", "no_trainer", True, "no version is trained"),
         ("reward", "no_reward", seen.unscored > 0, f"{seen.unscored} groups wait to be scored"),
+        ("environments", "no_environments", served and sampled > 0, f"{sampled} groups are being sampled"),
         ("rollout", "no_sampler", seen.prompts > 0, f"{seen.prompts} groups wait in prompts"),
         ("feed", "no_feed", no_prompt and seen.starved_seconds >= WAIT_SECONDS, "no prompt is admitted"),
     )
     for kind, cause, is_needed, waits in needed:
         if is_needed and (silence := seen.silence(kind)) > ALIVE_SECONDS:
-            what = {"rollout": "sampler", "reward": "reward service"}.get(kind, kind)
+            what = _WORDS.get(kind, kind)
             if silence == math.inf:
                 return Verdict(cause, seen.starved_seconds, f"no {what} has registered; {waits}")
             return Verdict(cause, silence, f"no {what} is alive, the last heartbeat came {silence:.0f} s ago; {waits}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from tandem.services.chaos.disk import SmallDisk
-from tandem.services.chaos.processes import Supervisor
+from tandem.services.chaos.processes import Supervisor, is_alive
 from tandem.services.chaos.proxy import RedisProxy
 from tandem.services.chaos.redis import OwnRedis
 from tandem.services.chaos.schedule import REDIS, SUPERVISOR, Fault, Kind
@@ -20,6 +20,7 @@ from tandem.services.launchers.process_group import USER_ERROR
 
 SLOW_SECONDS = 0.2
 """Delay of each message, in each direction."""
+_END_SECONDS = 10.0  # until what is killed has ended
 _NO_SPACE = re.compile(r"disk( of .+)? is full|no space left", re.IGNORECASE)
 """How `tandem run` and its services name a full disk."""
 
@@ -50,6 +51,10 @@ class Effect(ABC):
         """Called once, `fault.seconds` later."""
         return
 
+    def left_behind(self) -> list[psutil.Process]:
+        """What lives of the processes that had to end because of it, once what it hit works again."""
+        return []
+
     def may_end_run(self, code: int, said: Sequence[str]) -> bool:
         """Whether it can be why the run has ended with this exit code and these last lines. Then the run is resumed."""
         return False
@@ -58,13 +63,23 @@ class Effect(ABC):
 class Kill(Effect):
     """kill -9 of a service, of a process below it, of Redis, or of the supervisor."""
 
+    def __init__(self, fault: Fault, run: Run) -> None:
+        super().__init__(fault, run)
+        self._below: list[psutil.Process] = []
+        """Those that the killed service had started, such as its environments', or all services of the supervisor."""
+
     def begin(self) -> None:
         if self.fault.target == REDIS:
             _own_redis(self.run).kill()
         elif self.fault.target == SUPERVISOR:
+            self._below = self.run.supervisor.processes()
             self.run.supervisor.send(signal.SIGKILL)
         else:
             self._kill_service()
+
+    def left_behind(self) -> list[psutil.Process]:
+        _, left = psutil.wait_procs([process for process in self._below if is_alive(process)], _END_SECONDS)
+        return [process for process in left if is_alive(process)]
 
     def may_end_run(self, code: int, said: Sequence[str]) -> bool:
         return self.fault.target == SUPERVISOR and code == -signal.SIGKILL
@@ -74,6 +89,8 @@ class Kill(Effect):
         if self.fault.below and len(chosen) > 1:
             chosen = [max(chosen[1:], key=_memory)]  # vLLM's engine, or a rank of the trainer
             self.note = " (a process below it)"
+        else:
+            self._below = chosen[1:]
         for process in chosen[:1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

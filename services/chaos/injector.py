@@ -101,6 +101,8 @@ class Injector:
             if self._run.redis is not None:
                 self._run.redis.restart_if_dead()
             if self.result.exit_code == 0:
+                for made in self.result.made:
+                    self.result.violations += _left_behind(made, self._count)
                 self._add(check_finished(self._buffer, self._folder, self._recipe.run.groups_per_batch))
             self.result.groups = dict(self._buffer.counts())
         except TandemError as error:  # e.g. Redis does not start again
@@ -172,6 +174,7 @@ class Injector:
             if works_again(made.fault, made.ended_at, made.before, seen, self._services, published):
                 made.recovery_seconds = time.monotonic() - made.ended_at
                 self._open.remove(made)
+                self.result.violations += _left_behind(made, self._count)
                 self._progress_at = time.monotonic()
                 self._report(described(made, self._count))
 
@@ -227,6 +230,11 @@ def described(made: Made, count: int) -> str:
     if made.recovery_seconds is None:
         return f"{_name(made, count)}{lasted}: the run ended before it worked again{ended}"
     return f"{_name(made, count)}{lasted}: works again after {made.recovery_seconds:.1f} s{ended}"
+
+
+def _left_behind(made: Made, count: int) -> list[str]:
+    name = _name(made, count)
+    return [f"{name}: process {process.pid}, which had to end with it, lives" for process in made.effect.left_behind()]
 
 
 def _name(made: Made, count: int) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -76,14 +76,20 @@ class Supervisor(AbstractContextManager["Supervisor"]):
 
     def processes_of(self, service: str) -> list[psutil.Process]:
         """The living processes of a service: its own one first, then those below it."""
-        return [process for process in self._below() if service_of(process.pid) == service]
+        return [process for process in self.processes() if service_of(process.pid) == service]
 
-    def _below(self) -> Iterator[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """All that live below `tandem run`."""
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        yield process
+            return [one for one in psutil.Process(self.pid).children(recursive=True) if is_alive(one)]
+        return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether this process, and not another one with its pid, has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def service_of(pid: int) -> str:

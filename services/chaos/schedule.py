@@ -16,7 +16,9 @@ REDIS, DISK, SUPERVISOR = "redis", "disk", "supervisor"
 """What is hit besides the services: the run's own Redis, the disk of its folder, and `tandem run` itself."""
 
 _BELOW_SHARE = 0.5
-"""Fraction of the kills of samplers and trainer that hit a process below them, if they have one."""
+"""Fraction of the kills of samplers, environment services and trainer that hit a process below them, if they have one.
+"""
+_WITH_BELOW = ("rollout", "environments", "trainer")
 _HIT_SHARE = 0.75
 """Fraction of the batches over which the faults come. The rest is for those that had to wait."""
 _SECONDS: dict[Kind, tuple[float, float]] = {
@@ -51,7 +53,9 @@ class Fault:
 
 def services_of(recipe: Recipe) -> list[str]:
     """The services of a run on this machine."""
-    return ["feed", *(f"rollout-{number}" for number in range(recipe.rollout.num_replicas)), "reward", "trainer"]
+    samplers = (f"rollout-{number}" for number in range(recipe.rollout.num_replicas))
+    environments = (f"environments-{number}" for number in range(recipe.environment.num_services))
+    return ["feed", *samplers, *environments, "reward", "trainer"]
 
 
 def schedule(recipe: Recipe, count: int, seed: int, kinds: Sequence[Kind], *, own_redis: bool) -> list[Fault]:
@@ -78,7 +82,7 @@ def schedule(recipe: Recipe, count: int, seed: int, kinds: Sequence[Kind], *, ow
         kind = next(kinds_dealt)
         seconds = round(dice.uniform(*_SECONDS[kind]), 1)
         target = next(targets_dealt[kind])
-        has_below = kind == "kill" and target.startswith(("rollout", "trainer"))  # others replace theirs themselves
+        has_below = kind == "kill" and target.startswith(_WITH_BELOW)
         below = has_below and dice.random() < _BELOW_SHARE
         version = 1 + index * (last - 1) // max(1, count - 1)
         faults.append(Fault(index + 1, kind, target, seconds, version, below))

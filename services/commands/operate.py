@@ -54,15 +54,16 @@ def status(
     return show_status(find_run(run_folder), console(), watch=watch)
 
 
-@operate_app.command(short_help="Change the number of a running run's samplers.")
+@operate_app.command(short_help="Change the number of a running run's samplers or environment services.")
 @command
 def scale(
     words: Annotated[list[str], argument(metavar="RUN SERVICE=COUNT", help="The run folder; the number of replicas.")],
     address: Address = "",
 ) -> int:
-    """Orders the number of samplers of a running run, or of its reward services where the launcher can start several. A
-    further sampler joins once its engine has started and has the current weights. One that is no longer wanted
-    finishes its groups first. The order holds until the next one, also when the run is resumed.
+    """Orders the number of samplers of a running run, of its environment services if it has some, or of its reward
+    services where the launcher can start several. A further sampler joins once its engine has started and has the
+    current weights. One that is no longer wanted finishes its groups first, and an environment service its episodes.
+    The order holds until the next one, also when the run is resumed.
 
     Example: tandem scale runs/mine rollout=2
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from tandem.services.command_line import full_disk_named
 
 if TYPE_CHECKING:
+    from tandem.services.buffer.buffer import Buffer
     from tandem.services.config import Recipe
 
 Service = Literal["feed", "rollout", "environments", "reward", "trainer", "controller"]
@@ -47,6 +48,8 @@ def serve_one(
         stack.enter_context(full_disk_named(recipe.folder))
         if replica is None and service in _REPLICATED:
             replica = _free_number(stack, recipe, redis_url, service)
+        elif replica is not None and service == "environments" and supervisor is not None:
+            _hold_number(stack, recipe, redis_url, service, replica)  # others may be started by hand
         if supervisor is None:
             from tandem.services.run.ledger import join_run
             from tandem.services.run.placement import gpu_ids, place_on_cores
@@ -94,15 +97,27 @@ def take_over(run_folder: Path, overrides: Sequence[str]) -> None:
 
 def _free_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Service) -> int:
     """A number that no other replica has, held until the stack is closed."""
-    from tandem.services.buffer.buffer import Buffer
     from tandem.services.run.folder import redis_required
-    from tandem.services.run.preflight import REDIS_SECONDS
     from tandem.services.run.replica import free_replica_number
 
     with redis_required():
-        buffer = Buffer(redis_url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)
-        stack.enter_context(closing(buffer))
-        return stack.enter_context(free_replica_number(buffer, service))
+        return stack.enter_context(free_replica_number(_buffer(stack, recipe, redis_url), service))
+
+
+def _hold_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Service, replica: int) -> None:
+    from tandem.services.run.folder import redis_required
+    from tandem.services.run.replica import given_replica_number
+
+    with redis_required():
+        stack.enter_context(given_replica_number(_buffer(stack, recipe, redis_url), service, replica))
+
+
+def _buffer(stack: ExitStack, recipe: Recipe, redis_url: str) -> Buffer:
+    from tandem.services.buffer.buffer import Buffer
+    from tandem.services.run.preflight import REDIS_SECONDS
+
+    buffer = Buffer(redis_url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)
+    return stack.enter_context(closing(buffer))
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
@@ -121,7 +136,8 @@ def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recip
     elif service == "environments":
         from tandem.services.environments import service as environment_service
 
-        environment_service.main(recipe, redis_url, replica)
+        drains = "TANDEM_PARENT_PID" not in os.environ  # a supervisor asks for it by a call
+        environment_service.main(recipe, redis_url, replica, drains=drains)
     elif service == "reward":
         with starting():
             from tandem.services.reward import service as reward_service

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tandem.protos.errors import EnvironmentLackError, UserError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.control.launcher import SAMPLERS, Registered
+from tandem.services.control.launcher import ENVIRONMENTS, SAMPLERS, Registered
 
 COMMAND_VARIABLE = "TANDEM_COMPOSE"
 """Command line in place of `docker compose`, e.g. `docker compose --file compose.yaml --profile cpu`."""
@@ -22,7 +22,7 @@ class Compose(Registered):
     """Runs in the project's directory, or with a command that names the project."""
 
     name = "compose"
-    scalable: Sequence[str] = (SAMPLERS, "reward")
+    scalable: Sequence[str] = (SAMPLERS, ENVIRONMENTS, "reward")
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__(buffer)

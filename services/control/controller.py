@@ -14,7 +14,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import ALL, Orders, ReplicaOrder, SamplerOrder
 from tandem.services.buffer.starvation import REDIS_AWAY_SECONDS, Observation
 from tandem.services.config import Recipe
-from tandem.services.control.launcher import SAMPLERS, Launcher, StartedByHand, kind_of, working_samplers
+from tandem.services.control.launcher import ENVIRONMENTS, SAMPLERS, Launcher, StartedByHand, kind_of, working_samplers
 from tandem.services.process import Repeated
 from tandem.services.run.watchdog import observe
 
@@ -95,7 +95,7 @@ class Controller(AbstractContextManager["Controller"]):
         ordered, replicas = self.orders.replicas(), self.launcher.replicas()
         there = {
             service: sum(kind_of(name) == service and one.state != "stopped" for name, one in replicas.items())
-            for service in self.launcher.scalable
+            for service in self._scalable
         }
         there[SAMPLERS] = len(working_samplers(replicas))
         return {service: ordered[service].replicas if service in ordered else there[service] for service in there}
@@ -104,9 +104,11 @@ class Controller(AbstractContextManager["Controller"]):
         """Orders the number of replicas. Raises UserError for a service that cannot have several, and for more than the
         launcher can start.
         """
-        scalable = self.launcher.scalable
+        scalable = self._scalable
         if service not in scalable:
             can = f"only {' and '.join(scalable)} can under the launcher {self.launcher.name}"
+            if service in self.launcher.scalable:
+                can = "environment.service is false: the samplers run the environments"
             raise UserError(f"{service or 'a service without a name'} cannot be scaled; {can}")
         least = 0 if service == SAMPLERS else 1
         if replicas < least:
@@ -184,9 +186,15 @@ class Controller(AbstractContextManager["Controller"]):
         """Carries out the orders that an earlier controller took before it was killed."""
         with self._one_at_a_time:
             for service, order in self.orders.replicas().items():
-                if order.pending and service in self.launcher.scalable:
+                if order.pending and service in self._scalable:
                     self.launcher.set_replicas(service, order.replicas)
                     self._order_replicas(service, order.replicas, pending=False)
+
+    @property
+    def _scalable(self) -> list[str]:
+        """The services of this run that may have several replicas."""
+        served = self.recipe.environment.service
+        return [service for service in self.launcher.scalable if served or service != ENVIRONMENTS]
 
     @property
     def _redis_silence(self) -> float:
@@ -198,7 +206,9 @@ class Controller(AbstractContextManager["Controller"]):
         self.orders.order_replicas(self._lease.owner, service, order)
 
     def _configured(self, service: str) -> int:
-        return self.recipe.rollout.num_replicas if service == SAMPLERS else 1
+        recipe = self.recipe
+        numbers = {SAMPLERS: recipe.rollout.num_replicas, ENVIRONMENTS: recipe.environment.num_replicas}
+        return numbers.get(service, 1)
 
     def _samplers(self) -> list[str]:
         return working_samplers(self.launcher.replicas())

@@ -1,4 +1,6 @@
-"""The launcher `kubernetes`: the samplers and the reward services are Deployments, whose scale the controller sets."""
+"""The launcher `kubernetes`: samplers, reward services and environment services are Deployments, whose scale the
+controller sets.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ import httpx
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, UserError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.control.launcher import SAMPLERS, Registered
+from tandem.services.control.launcher import ENVIRONMENTS, SAMPLERS, Registered
 
-DEPLOYMENT_VARIABLES = {SAMPLERS: "TANDEM_ROLLOUT_DEPLOYMENT", "reward": "TANDEM_REWARD_DEPLOYMENT"}
-"""Names of the Deployments, by service."""
+DEPLOYMENT_VARIABLES = {
+    SAMPLERS: "TANDEM_ROLLOUT_DEPLOYMENT",
+    "reward": "TANDEM_REWARD_DEPLOYMENT",
+    ENVIRONMENTS: "TANDEM_ENVIRONMENTS_DEPLOYMENT",
+}
+"""Names of the Deployments, by service. That of the environment services is not set where the release has none."""
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Token, CA and namespace that Kubernetes puts into the pod."""
 DEADLINE_SECONDS = 10.0
@@ -24,14 +30,17 @@ class Kubernetes(Registered):
     """Patches the scale of a Deployment with the pod's service account. Raises ConfigError outside a pod."""
 
     name = "kubernetes"
-    scalable: Sequence[str] = tuple(DEPLOYMENT_VARIABLES)
 
     def __init__(self, buffer: Buffer, account: Path = SERVICE_ACCOUNT) -> None:
         super().__init__(buffer)
-        names = (*DEPLOYMENT_VARIABLES.values(), "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+        variables = {service: name for service, name in DEPLOYMENT_VARIABLES.items() if service != ENVIRONMENTS}
+        if os.environ.get(DEPLOYMENT_VARIABLES[ENVIRONMENTS]):
+            variables = DEPLOYMENT_VARIABLES
+        names = (*variables.values(), "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
         if missing := [name for name in names if not os.environ.get(name)]:
             raise ConfigError(f"--launcher kubernetes: {missing[0]} is not set; the Helm chart sets it in the pod")
-        self._deployments = {service: os.environ[name] for service, name in DEPLOYMENT_VARIABLES.items()}
+        self._deployments = {service: os.environ[name] for service, name in variables.items()}
+        self.scalable: Sequence[str] = tuple(variables)
         host, port = (os.environ[name] for name in names[-2:])
         self._server = f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._account = account

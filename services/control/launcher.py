@@ -13,6 +13,8 @@ from tandem.services.buffer.types import ALIVE_SECONDS
 
 SAMPLERS = "rollout"
 """The kind of service whose replicas are samplers."""
+ENVIRONMENTS = "environments"
+"""The kind of service that runs environments, if the recipe has such services."""
 _FORGOTTEN_SECONDS = 300.0  # a replica that is silent for longer is not shown
 
 

@@ -32,6 +32,9 @@ which may hold three quarters of the places. Tasks have prompts, and actions tur
 LEASE_SECONDS = 30.0
 _LOOKS = 15  # for ended leases, in the time of one
 _LONGEST_SECONDS = 86_400.0
+NOTICE_SECONDS = 3.0
+"""How long samplers may still open environments in a service that has left the registry, at which they look often."""
+_POLL_SECONDS = 0.1
 
 Context = grpc.aio.ServicerContext
 Result = TypeVar("Result")
@@ -62,10 +65,19 @@ class _Held:
 
 
 class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
-    """The service of environments.proto, with environments of `source`. All methods belong to its event loop."""
+    """The service of environments.proto, with environments of `source`. All methods belong to its event loop. `leave`
+    takes the service out of the registry; it may block.
+    """
 
-    def __init__(self, source: EnvironmentSource, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        source: EnvironmentSource,
+        lease_seconds: float = LEASE_SECONDS,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
         self.figures = Figures()
+        self.is_draining = False
+        self._leave = leave
         self._source = source
         self._lease_seconds = lease_seconds
         self._held: dict[str, _Held] = {}
@@ -140,6 +152,24 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
             if (held := self._held.get(environment_id)) is not None:
                 held.last_look = self._num_looks + _LOOKS
         return environments_pb2.HeartbeatReply()
+
+    async def Drain(
+        self, request: environments_pb2.DrainEnvironmentsRequest, context: Context
+    ) -> environments_pb2.DrainEnvironmentsReply:
+        if not 0.0 <= request.timeout_seconds <= _LONGEST_SECONDS:  # nor NaN
+            raise DataError(f"timeout_seconds is {request.timeout_seconds:g}, at most {_LONGEST_SECONDS:g} is allowed")
+        await self.drained(request.timeout_seconds)
+        return environments_pb2.DrainEnvironmentsReply(num_open=self.num_open)
+
+    async def drained(self, seconds: float) -> None:
+        """Leaves the registry, and waits until nothing is open and no sampler opens anything more, at most so long.
+        Raises UnavailableError if Redis is unreachable.
+        """
+        ends_at = time.monotonic() + seconds
+        await asyncio.to_thread(self._leave)
+        self.is_draining, noticed_at = True, time.monotonic() + NOTICE_SECONDS
+        while (self._held or time.monotonic() < noticed_at) and time.monotonic() < ends_at:
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def close_orphans(self) -> None:
         """Closes environments whose lease has ended, until it is cancelled. Leases are measured in looks, so that time

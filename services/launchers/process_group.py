@@ -30,8 +30,8 @@ FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 FINAL_CHILD = "trainer"
 """When this child exits with 0, the run is over."""
 
-SCALED_SERVICE = "rollout"
-"""The service whose number of replicas may change during a run."""
+SCALED_SERVICES = ("rollout", "environments")
+"""The services whose numbers of replicas may change during a run."""
 
 SERVICE_ORDER = ("feed", "rollout", "environments", "reward", "trainer")
 """The order of the data flow. Children stop in this order, so that none sends work to one that has stopped."""
@@ -68,8 +68,8 @@ class ProcessGroup:
         self._keep_logs = keep_logs
         self.drain: Callable[[str], None] = lambda name: None
         """Returns once the child has no work left. Called in a thread before a child is stopped that leaves the run."""
-        self._replicas: Sequence[ChildSpec] = ()
-        self._scaled = False
+        self._replicas: dict[str, Sequence[ChildSpec]] = {}
+        """The wanted replicas of the services whose number was ordered."""
         self._stops_requested = 0
         self._stops_seen = 0
         self._done = False
@@ -94,9 +94,9 @@ class ProcessGroup:
         """Adds children, to be started by `run`."""
         self.children = [*self.children, *(self._make_child(spec, self.token) for spec in specs)]
 
-    def set_replicas(self, specs: Sequence[ChildSpec]) -> None:
-        """From now on the run has these replicas of `SCALED_SERVICE`. Safe to call from any thread."""
-        self._replicas, self._scaled = specs, True
+    def set_replicas(self, service: str, specs: Sequence[ChildSpec]) -> None:
+        """From now on the run has these replicas of one of `SCALED_SERVICES`. Safe to call from any thread."""
+        self._replicas = {**self._replicas, service: specs}
 
     def finish(self) -> None:
         """Ends the run successfully although no child has exited."""
@@ -126,7 +126,8 @@ class ProcessGroup:
                 self._stops_seen = 1  # a second request stops at once
                 self.report("stopping all services ...")
                 return INTERRUPTED
-            self._scale()
+            for service, specs in self._replicas.items():
+                self._scale(service, specs)
             for child in self.children:
                 if child.drained is not None:
                     self._check_leaving(child)
@@ -137,12 +138,10 @@ class ProcessGroup:
             time.sleep(POLL_SECONDS)
         return FINISHED
 
-    def _scale(self) -> None:
+    def _scale(self, service: str, specs: Sequence[ChildSpec]) -> None:
         """Starts the replicas that are missing, and lets those drain that are no longer wanted."""
-        if not self._scaled:
-            return
-        wanted = {spec.name: spec for spec in self._replicas}
-        replicas = {child.name: child for child in self.children if child.service == SCALED_SERVICE}
+        wanted = {spec.name: spec for spec in specs}
+        replicas = {child.name: child for child in self.children if child.service == service}
         for name, child in replicas.items():
             if name not in wanted and child.drained is None:
                 child.state, child.drained = "draining", in_thread(f"drain-{name}", self.drain, name)
@@ -209,12 +208,14 @@ class ProcessGroup:
         """The run's exit code after a child has failed for good. None: the run goes on without it, because it joined
         late, or died too often while other replicas work.
         """
-        others = (one for one in self.children if one is not child and one.service == SCALED_SERVICE)
-        replaceable = child.service == SCALED_SERVICE and any(one.state == "running" for one in others)
+        others = (one for one in self.children if one is not child and one.service == child.service)
+        replaceable = child.service in SCALED_SERVICES and any(one.state == "running" for one in others)
         if not child.joined_late and not (replaceable and outcome == FAILED):
             return outcome
         self.report(f"the run goes on without {child.name}")
-        self._replicas = [spec for spec in self._replicas if spec.name != child.name]
+        if child.service in self._replicas:
+            kept = [spec for spec in self._replicas[child.service] if spec.name != child.name]
+            self.set_replicas(child.service, kept)
         self.children = [one for one in self.children if one is not child]
         return None
 

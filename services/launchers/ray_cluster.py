@@ -93,9 +93,9 @@ class RayCluster:
         finally:
             (recipe.folder / probe).unlink()
 
-    def check_added(self, recipe: Recipe, added: int) -> None:
-        sampler = bundle_of(recipe, "rollout", has_gpus=self._has_gpus)
-        if lack := lack_of_room({f"rollout-{index}": sampler for index in range(added)}, _free()):
+    def check_added(self, recipe: Recipe, service: str, added: int) -> None:
+        bundle = bundle_of(recipe, service, has_gpus=self._has_gpus)
+        if lack := lack_of_room({f"{service}-{index}": bundle for index in range(added)}, _free()):
             raise EnvironmentLackError(lack)
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
@@ -150,7 +150,8 @@ class RayCluster:
 
     def _wanted(self) -> dict[str, Bundle]:
         samplers = (f"rollout-{replica}" for replica in range(self._recipe.rollout.num_replicas))
-        services = (*samplers, *["environments-0"] * self._recipe.environment.service, "reward", "feed")
+        environments = (f"environments-{replica}" for replica in range(self._recipe.environment.num_services))
+        services = (*samplers, *environments, "reward", "feed")
         names = (*(f"trainer-{index}" for index in range(self.num_trainers)), *services)
         return {name: bundle_of(self._recipe, name, has_gpus=self._has_gpus) for name in names}
 

@@ -106,7 +106,10 @@ def run_recipe(
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
         controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))
-        processes.add(launcher.first_children(controller.first_replicas("rollout", recipe.rollout.num_replicas)))
+        first = {"rollout": recipe.rollout.num_replicas}
+        if recipe.environment.service:
+            first["environments"] = recipe.environment.num_replicas
+        processes.add(launcher.first_children({name: controller.first_replicas(name, first[name]) for name in first}))
         if controller.orders.samplers("paused"):
             report(f"samplers are paused since the run was stopped; go on with: tandem resume {recipe.folder}")
         control = stack.enter_context(control_server(controller, threading.Event(), report))
@@ -203,14 +206,14 @@ def _machines(launcher_name: LauncherName, report: Callable[[str], None]) -> Ite
 
 
 def child_specs(recipe: Recipe, redis_url: str, machines: Machines = THIS_MACHINE) -> list[ChildSpec]:
-    """The services of a run: feed, rollout replicas, environments if they have a service, reward, trainer. Each reads
+    """The services of a run: feed, rollout replicas, environment services if it has some, reward, trainer. Each reads
     the resolved configuration.
     """
     config, judges_keys = str(recipe.folder / CONFIG_FILE), recipe.reward.key_variables() - HUB_TOKENS
     arguments = {service: [service, config] for service in ("feed", "trainer")}
     arguments["reward"] = ["reward", config, "--replica", "0"]
-    if recipe.environment.service:
-        arguments["environments-0"] = ["environments", config]  # it holds number 0, so that others take another one
+    for replica in range(recipe.environment.num_services):
+        arguments[f"environments-{replica}"] = ["environments", config, "--replica", str(replica)]
     for replica in range(recipe.rollout.num_replicas):
         arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
     for machine in range(1, machines.num_trainers):

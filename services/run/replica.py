@@ -1,4 +1,5 @@
-"""Numbers of the replicas of a service that were started without one: the smallest that nobody holds.
+"""Numbers of the replicas of a service that were started without one: the smallest that nobody holds. A launcher gives
+numbers to those that it starts; they are held, too, where others may be started by hand.
 
 A number is held under a lease in Redis, which the process renews every second. A process that ends gives it back. After
 a kill it is free once the lease has expired; a process on a host of the same name, such as the same container started
@@ -39,16 +40,37 @@ def free_replica_number(buffer: Buffer, service: str) -> Iterator[int]:
     """Holds the smallest free number of the service until the block is left. Ends the process if another one holds the
     number in the meantime, because this one could not renew it. Raises UnavailableError if Redis is unreachable.
     """
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
+    holder = _this_process()
     number = _take(buffer, service, holder)
-    name = replica_name(service, number)
+    with _held(buffer, replica_name(service, number), holder):
+        yield number
+
+
+@contextmanager
+def given_replica_number(buffer: Buffer, service: str, number: int) -> Iterator[None]:
+    """Holds a number that a launcher gave until the block is left, from the start on: the launcher knows that the
+    process that had it before has ended. Ends the process and raises as `free_replica_number`.
+    """
+    name, holder = replica_name(service, number), _this_process()
+    redis, lease_ms = buffer.connection.redis, milliseconds(LEASE_SECONDS)
+    buffer.connection.retried(lambda: redis.set(_key(buffer, name), holder, px=lease_ms))
+    with _held(buffer, name, holder):
+        yield
+
+
+@contextmanager
+def _held(buffer: Buffer, name: str, holder: str) -> Iterator[None]:
     try:
         with Repeated(f"number-{name}", _RENEWAL_SECONDS, lambda: _renew(buffer, name, holder)):
-            yield number
+            yield
     finally:
         with suppress(TandemError):  # then the lease expires
             if _holder(buffer, name) == holder:
                 buffer.connection.retried(lambda: buffer.connection.redis.delete(_key(buffer, name)))
+
+
+def _this_process() -> str:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
 
 
 def _take(buffer: Buffer, service: str, holder: str) -> int:

@@ -25,6 +25,7 @@ _KEYS = {
     # The record of a batch holds the answers, sampling parameters, lengths and rewards.
     "rollout": "engine num_replicas samples_per_prompt temperature top_k top_p min_p stop tensor_parallel_size "
     "num_threads max_groups_in_flight kv_cache_bytes gpu_memory_fraction lease_seconds partial_rollout port",
+    "environment": "num_replicas",
     # Micro-batches are in the record, too.
     "trainer": "tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
     "keep_checkpoints export_every evaluate_every collective_timeout_seconds port",

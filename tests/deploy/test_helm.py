@@ -48,6 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpu": {"flavour": "gpu", "rollout": {"replicas": 4, "gpus": 2}, "trainer": {"gpus": 8}},
     "insecure": {"tls": {"enabled": False, "secretName": ""}},
     "autoscaled": {"autoscaling": {"enabled": True, "rollout": BOUNDS}, "controller": {"enabled": False}},
+    "environments": {"environments": {"enabled": True, "replicas": 3}, "overrides": ["environment.service=true"]},
+    "environments beside an autoscaler": {
+        "environments": {"enabled": True},
+        "overrides": ["environment.service=true"],
+        "autoscaling": {"enabled": True},
+        "controller": {"enabled": False},
+    },
     "several trainer nodes": {"trainer": {"nodes": 2}, "runs": SHARED},
     "weights on disk": {"runs": {**SHARED, "onSamplers": True, "existingClaim": "mine"}, "metrics": {"port": 0}},
     "least": {
@@ -62,11 +69,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "nodeSelector": {"pool": "training"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "podAnnotations": {"team": "of-the-test"},
-        "overrides": ["trainer.learning_rate=2e-6"],
+        "environments": {"enabled": True},
+        "overrides": ["trainer.learning_rate=2e-6", "environment.service=true"],
         "dashboard": {"names": ["tandem.example.org"]},
         "networkPolicy": {
             **{name: PEER for name in ("rewardClients", "dashboardClients", "metricsClients", "apiServer")},
-            **{name: [{"ports": [{"protocol": "TCP", "port": 443}]}] for name in ("egress", "rewardEgress")},
+            **{
+                name: [{"ports": [{"protocol": "TCP", "port": 443}]}]
+                for name in ("egress", "rewardEgress", "environmentsEgress")
+            },
         },
     },
 }
@@ -228,6 +239,8 @@ def test_only_those_connect_that_have_to(tmp_path: Path) -> None:
     wanted |= {("dashboard", "controller"), ("dashboard", "reward")}
     wanted |= {(one, other) for one in ("trainer", "rollout") for other in ("trainer", "rollout")}
     assert connections(render(tmp_path, {})) == wanted
+    served = {("rollout", "environments"), ("environments", "redis")}
+    assert connections(render(tmp_path, VARIANTS["environments"])) == wanted | served
 
 
 def test_nothing_outside_connects_unless_the_values_say_so(tmp_path: Path) -> None:
@@ -239,20 +252,24 @@ def test_nothing_outside_connects_unless_the_values_say_so(tmp_path: Path) -> No
         assert {json.dumps(peer) for peer in outside} == {json.dumps(peer) for peer in peers}
 
 
-def test_the_controller_may_scale_samplers_and_scorers_and_nothing_else(tmp_path: Path) -> None:
-    manifests = render(tmp_path, {})
+@pytest.mark.parametrize(("variant", "served"), [("cpu", []), ("environments", ["mine-environments"])])
+def test_the_controller_may_scale_samplers_scorers_and_environments_and_nothing_else(
+    tmp_path: Path, variant: str, served: list[str]
+) -> None:
+    manifests = render(tmp_path, VARIANTS[variant])
     (role,) = of_kind(manifests, "Role")
     assert role["rules"] == [
         {
             "apiGroups": ["apps"],
             "resources": ["deployments/scale"],
-            "resourceNames": ["mine-rollout", "mine-reward"],
+            "resourceNames": ["mine-rollout", "mine-reward", *served],
             "verbs": ["patch"],
         }
     ]
     (controller,) = [container(pod) for name, pod in pods(manifests).items() if name == "controller"]
     named = {one["name"]: one.get("value") for one in controller["env"]}
-    assert [named[variable] for variable in DEPLOYMENT_VARIABLES.values()] == role["rules"][0]["resourceNames"]
+    names = [named[variable] for variable in DEPLOYMENT_VARIABLES.values() if variable in named]
+    assert names == role["rules"][0]["resourceNames"]
     deployments = {one["metadata"]["name"] for one in of_kind(manifests, "Deployment")}
     assert set(role["rules"][0]["resourceNames"]) <= deployments
     assert not list(of_kind(manifests, "ClusterRole", "ClusterRoleBinding"))
@@ -272,7 +289,7 @@ def test_gpus_are_asked_for_by_those_that_use_them(tmp_path: Path) -> None:
     assert set(images.values()) == {"cpu"}
 
 
-@pytest.mark.parametrize("variant", ["cpu", "insecure", "several trainer nodes"])
+@pytest.mark.parametrize("variant", ["cpu", "insecure", "several trainer nodes", "environments"])
 def test_the_services_start_with_a_recipe_that_loads(tmp_path: Path, variant: str) -> None:
     values = small_values(tmp_path)
     text = "".join(f"[{section}]\n" + _toml(keys) for section, keys in values.items())
@@ -286,7 +303,9 @@ def test_the_services_start_with_a_recipe_that_loads(tmp_path: Path, variant: st
         tandem, serve, service, path, *overrides = container(pod)["args"]
         overrides = overrides[2:] if overrides[0] == "--launcher" else overrides
         assert (tandem, serve, service, path) == ("tandem", "serve", component, "/etc/tandem/recipe/recipe.toml")
-        run = load_recipe(file, overrides).run
+        recipe = load_recipe(file, overrides)
+        run = recipe.run
+        assert recipe.environment.service is (variant == "environments")
         assert (run.run_id, run.folder, run.host) == ("of-the-test", "/runs/of-the-test", "auto")
         assert run.insecure is (variant == "insecure") and bool(run.certificates) is not run.insecure
         mounts = {one["mountPath"] for one in container(pod)["volumeMounts"]}

@@ -29,7 +29,7 @@ FOLDER = ROOT / "deploy" / "prometheus"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 FIRST_PORT, OWN_PORT = 21900, 21950
-SERVICES = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10}
+SERVICES = {"controller": 0, "feed": 1, "reward": 2, "trainer": 3, "rollout": 10, "environments": 700}
 PLAIN, COMPOSE = FOLDER / "prometheus.yml", ROOT / "deploy" / "compose" / "prometheus.yml"
 OURS = re.compile(r"\btandem_\w+")
 KNOWN = {metric.name for metric in METRICS} | {
@@ -116,7 +116,7 @@ def is_scraped(client: httpx.Client) -> bool:
     try:
         if client.get("/status/runtimeinfo").status_code == 503:
             return False
-        found = asked(client, "/query", query="tandem_batch_step and on () (count(up == 1) == 5)")["result"]
+        found = asked(client, "/query", query="tandem_batch_step and on () (count(up == 1) == 6)")["result"]
     except httpx.TransportError:
         return False
     return bool(found) and float(found[0]["value"][1]) >= 2
@@ -140,7 +140,7 @@ def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path
         tmp_path,
         run=options,
         rollout={"engine": "transformers", "stop": tuple(ascii_letters)},
-        environment={"path": "tests.support.environments:Echo", "max_turns": 2},
+        environment={"path": "tests.support.environments:Echo", "max_turns": 2, "service": True},
         reward={"scorer": "earned"},
     )
     supervisor = run.start("run", str(run.recipe))

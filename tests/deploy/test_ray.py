@@ -1,5 +1,5 @@
-"""`tandem run --launcher ray` on a real cluster: a service dies with its actor and comes back, samplers join and leave,
-ports refuse strangers, and nothing is left behind.
+"""`tandem run --launcher ray` on a real cluster: a service dies with its actor and comes back, samplers and environment
+services join and leave, ports refuse strangers, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from string import ascii_letters
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.run.folder import running
 from tests.support.processes import MARK, carriers
 from tests.support.programs import needed_package
@@ -29,13 +33,16 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 CRASHES = "/ray.rpc.syncer.RaySyncer/StartSync"
 """Ray 2.60: this call without metadata ends the process that answers it, before it asks for a token. See deploy.md."""
+ECHO = {"path": "tests.support.environments:Echo", "max_turns": 2, "service": True}
+"""Episodes in environment services."""
 
 
 class RayRun(WholeRun):
     """A run under `--launcher ray` that goes on until it is stopped; all its processes carry a mark."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, run={"total_batches": 1000}, rollout={"engine": "transformers"})
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        rollout = {"engine": "transformers", **sections.pop("rollout", {})}
+        super().__init__(folder, run={"total_batches": 1000}, rollout=rollout, **sections)
         self.mark = uuid.uuid4().hex
 
     def launch(self, *arguments: str) -> subprocess.Popen[str]:
@@ -52,8 +59,16 @@ class RayRun(WholeRun):
         """Pids of the services by name."""
         status = self.tandem("status", str(self.folder), deadline=60).stdout
         return {
-            name: int(pid) for name, pid in re.findall(r"(feed|reward|trainer|rollout-\d)\s+running\s+(\d+)", status)
+            name: int(pid)
+            for name, pid in re.findall(r"(feed|reward|trainer|rollout-\d|environments-\d)\s+running\s+(\d+)", status)
         }
+
+    def opened(self, service: str) -> float:
+        """How many environments a service has opened."""
+        address = running(self.folder)
+        assert address is not None
+        with closing(Buffer(address.redis_url, "whole")) as buffer:
+            return buffer.figures().get(service, {}).get("opened", 0.0)
 
     def wait_for_batches(self, number: int, supervisor: subprocess.Popen[str]) -> None:
         wanted = len(self.metrics()) + number
@@ -70,7 +85,8 @@ def installed() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RayRun:
-    return RayRun(tmp_path_factory.mktemp("ray"))
+    rollout, reward = {"stop": tuple(ascii_letters)}, {"scorer": "earned"}
+    return RayRun(tmp_path_factory.mktemp("ray"), rollout=rollout, environment=ECHO, reward=reward)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +105,7 @@ def supervisor(run: RayRun) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_service_dies_with_its_actor_and_is_started_again(run: RayRun, supervisor: subprocess.Popen[str]) -> None:
-    for name in ("rollout-0", "trainer"):
+    for name in ("rollout-0", "environments-0", "trainer"):
         service = psutil.Process(run.pids()[name])
         actor = service.parent()
         assert actor is not None and actor.name().startswith("ray::")
@@ -111,6 +127,17 @@ def test_a_sampler_joins_and_leaves(run: RayRun, supervisor: subprocess.Popen[st
     run.wait_for(lambda: "rollout-1 has left the run" in run.said(), supervisor)
     run.wait_for_batches(1, supervisor)
     assert "rollout-1 died" not in run.said()
+
+
+def test_an_environment_service_joins_and_leaves(run: RayRun, supervisor: subprocess.Popen[str]) -> None:
+    assert run.tandem("scale", str(run.folder), "environments=2").returncode == 0
+    run.wait_for(lambda: run.opened("environments-1") > 0, supervisor)
+    assert run.tandem("scale", str(run.folder), "environments=1").returncode == 0
+    run.wait_for(lambda: "environments-1 has left the run" in run.said(), supervisor)
+    opened = run.opened("environments-0")
+    run.wait_for(lambda: run.opened("environments-0") > opened, supervisor)
+    run.wait_for_batches(1, supervisor)
+    assert "environments-1 died" not in run.said() and "without draining" not in run.said()
 
 
 def test_services_do_not_get_the_token_of_the_cluster(run: RayRun, supervisor: subprocess.Popen[str]) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from tandem.services.environments.service import DRAIN_SECONDS
 from tests.support.locked_redis import ACL_FILE
 from tests.support.paths import ROOT
 
@@ -54,6 +55,15 @@ def test_secrets_are_in_no_environment_and_no_command() -> None:
         assert not re.search(r"(?i)password|token=|secret=|redis://|rediss://", shown), name
 
 
+def test_environment_services_are_a_profile_and_have_the_time_to_drain() -> None:
+    service = SERVICES["environments"]
+    assert service["profiles"] == ["environments"] and "tandem serve environments " in service["command"]
+    assert service["networks"] == ["ring"], "environments run code of others; they reach nothing outside"
+    assert float(service["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS
+    for name in ("healthcheck", "environment", "volumes"):
+        assert service[name] == SERVICES["rollout"][name]
+
+
 def test_both_profiles_have_samplers_and_a_trainer() -> None:
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         members = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
@@ -66,11 +76,13 @@ def test_prometheus_asks_every_service_of_a_profile_by_a_name_that_it_has(profil
     (asked,) = job["dns_sd_configs"]
     found = {}
     for name, service in SERVICES.items():
-        if "tandem serve" in str(service.get("command")) and profile in service.get("profiles", [profile]):
+        if "tandem serve" in str(service.get("command")) and {profile, "environments"} & {
+            *service.get("profiles", [profile])
+        }:
             networks = service["networks"]
             aliases = networks["ring"]["aliases"] if isinstance(networks, dict) else []
             found[name] = {name, *aliases} & set(asked["names"])
-    assert len(found) == 5 and all(found.values()), found
+    assert len(found) == 6 and all(found.values()), found
     assert set().union(*found.values()) == set(asked["names"])
 
 

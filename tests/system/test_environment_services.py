@@ -165,6 +165,33 @@ def test_an_episode_of_a_killed_service_goes_on_in_another_one(
     assert len([*marks.glob("open-*")]) == 1, "only the killed one could not close its environment"
 
 
+def test_a_service_that_gets_sigterm_keeps_its_episode_and_ends_with_it(
+    tmp_path: Path, buffer: Buffer, serve: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    recipe = recipe_with(tmp_path, buffer, "Noted")
+    process = serve(0)
+    eventually(lambda: bool(buffer.services()), 60.0)
+
+    async def main() -> None:
+        services = EnvironmentServices(recipe, buffer, threading.Event())
+        await services.start()
+        try:
+            async with asyncio.timeout(60.0):
+                episode = await services.open("a/0")
+                await episode.reset({}, seed=0, episode_id="a/0")
+                process.terminate()
+                await until(lambda: not buffer.services())
+                assert (await episode.step({"content": "one"}, deadline=1e10, idempotency_key="a/0/0")).messages
+                assert process.poll() is None
+                await episode.close()
+                assert await asyncio.to_thread(process.wait, 60.0) == 0
+        finally:
+            await services.close()
+
+    asyncio.run(main())
+    assert "takes no new episodes; 1 are being played" in (tmp_path / "environments-0.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "override", "says"),
     [

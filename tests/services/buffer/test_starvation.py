@@ -47,6 +47,11 @@ CASES: dict[str, tuple[Observation, float, str]] = {
     "redis_away": (seen(redis_silence=12.0), 12.0, "every service waits for Redis, which has not answered for 12 s"),
     "no_trainer": (seen(silences=without("trainer")), 60.0, "no trainer is alive, the last heartbeat came 60 s ago"),
     "no_reward": (seen({"generated_waiting": 5}, silences=without("reward")), 60.0, "5 groups wait to be scored"),
+    "no_environments": (
+        seen({"prompts_leased": 3}, silences={**without("environments-0"), "environments-1": 70.0}),
+        60.0,
+        "no environment service is alive, the last heartbeat came 60 s ago; 3 groups are being sampled",
+    ),
     "no_sampler": (
         seen({"prompts_waiting": 6}, silences=without("rollout-0"), samplers=[sampler(alive=False)]),
         60.0,
@@ -141,6 +146,8 @@ def test_status_metrics_and_log_name_every_cause(
         (seen({"prompts_leased": 6}, silences={"trainer": 0.0}, samplers=[], figures=STARVED), "no_sampler"),
         (seen(silences=without("reward")), "none"),
         (seen(silences=without("feed")), "none"),
+        (seen(silences=without("environments-0")), "none"),
+        (seen({"prompts_leased": 3}, silences={**without("environments-0"), "environments-1": 1.0}), "none"),
         (seen(silences={**without("rollout-0"), "rollout-1": 1.0}), "none"),
         (seen(figures={"trainer": {"step_seconds": 95.0, "longest_step_seconds": 40.0}}), "none"),
         (seen({"generated_leased": 2}, figures=STARVED), "reward_slow"),

@@ -56,6 +56,16 @@ def test_only_samplers_and_trainer_lose_a_process_below_them(recipe: Recipe) -> 
     assert below == {"rollout-0", "rollout-1", "trainer"}
 
 
+def test_environment_services_are_hit_where_the_recipe_has_them(recipe: Recipe) -> None:
+    environment = {"path": "a:B", "service": True, "num_replicas": 2}
+    served = recipe.model_copy(update={"environment": recipe.environment.model_copy(update=environment)})
+    names = {"environments-0", "environments-1"}
+    assert services_of(served) == [*SERVICES[:3], *sorted(names), *SERVICES[3:]]
+    for kind in ("kill", "stop", "cut", "slow"):
+        assert names < {fault.target for fault in drawn(served, kinds=(kind,))}
+    assert names < {fault.target for fault in drawn(served, kinds=("kill",)) if fault.below}
+
+
 def test_an_external_redis_is_neither_killed_nor_stopped(recipe: Recipe) -> None:
     faults = drawn(recipe, kinds=("kill", "stop", "cut"), own_redis=False)
     assert REDIS not in {fault.target for fault in faults}

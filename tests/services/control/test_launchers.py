@@ -41,6 +41,23 @@ def test_compose_scales_one_service_and_leaves_the_others(
         assert controller.desired()["rollout"] == 3
 
 
+def test_environment_services_are_scaled_where_the_recipe_has_them(
+    compose: Path, tmp_path: Path, recipe: Recipe, buffer: Buffer
+) -> None:
+    with Lease(buffer, "test") as lease:
+        controller = Controller(recipe, buffer, Compose(buffer), lease)
+        with pytest.raises(UserError, match=r"environment\.service is false: the samplers run the environments"):
+            controller.scale("environments", 2)
+        served = recipe.environment.model_copy(update={"path": "a:B", "service": True, "num_replicas": 2})
+        controller = Controller(recipe.model_copy(update={"environment": served}), buffer, Compose(buffer), lease)
+        assert controller.first_replicas("environments", 2) == 2
+        with pytest.raises(UserError, match="environments=0: there must be at least 1"):
+            controller.scale("environments", 0)
+        controller.scale("environments", 3)
+        assert [call[-2:] for call in calls(compose)] == [["environments=3", "environments"]]
+        assert controller.desired()["environments"] == controller.first_replicas("environments", 2) == 3
+
+
 @pytest.mark.parametrize("read", ["silences", "services", "samplers"])
 def test_services_may_register_while_the_replicas_are_read(
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch, read: str
@@ -167,6 +184,17 @@ def test_kubernetes_patches_the_scale_of_a_deployment(account: Path, recipe: Rec
             controller.scale("reward", 2)
         with pytest.raises(UserError, match="helm uninstall"):
             controller.stop()
+
+
+def test_kubernetes_scales_environment_services_where_the_release_has_them(
+    account: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(Kubernetes(buffer, account).scalable) == ["rollout", "reward"]
+    monkeypatch.setenv("TANDEM_ENVIRONMENTS_DEPLOYMENT", "ring-environments")
+    launcher = Kubernetes(buffer, account)
+    assert list(launcher.scalable) == ["rollout", "reward", "environments"]
+    with pytest.raises(EnvironmentLackError, match="refuses to scale the Deployment ring-environments"):
+        launcher.set_replicas("environments", 2)
 
 
 def test_another_server_in_place_of_kubernetes_gets_no_token(account: Path, buffer: Buffer, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ async def serving(
         pool = EnvironmentPool(recipe.environment)
         stack.push_async_callback(pool.close)
         await pool.start()
-        servicer = EnvironmentServicer(pool, lease_seconds)
+        servicer = EnvironmentServicer(pool, lease_seconds, lambda: buffer.unregister_service(name))
         server = await start_server(
             "127.0.0.1",
             0,

@@ -19,7 +19,14 @@ import pytest
 from tandem.protos.errors import LINES_ABOVE
 from tandem.services.launchers import process_group
 from tandem.services.launchers.children import PROCESS_MARK_VARIABLE, ChildSpec, kill_marked
-from tandem.services.launchers.process_group import FAILED, FINISHED, INTERRUPTED, USER_ERROR, ProcessGroup
+from tandem.services.launchers.process_group import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    SCALED_SERVICES,
+    USER_ERROR,
+    ProcessGroup,
+)
 from tandem.services.run import redis_child
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended, run_python
@@ -148,7 +155,9 @@ def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
     assert said == [], "an end that was not requested is not announced as a stop"
 
 
-def run_scaled(folder: Path, play: Callable[[ProcessGroup, Replicas], Iterator[bool]]) -> tuple[int, list[str]]:
+def run_scaled(
+    folder: Path, play: Callable[[ProcessGroup, Replicas], Iterator[bool]], service: str = "rollout"
+) -> tuple[int, list[str]]:
     """Runs a trainer and `play`, which orders replicas and yields conditions to wait for."""
     said: list[str] = []
     processes = ProcessGroup(report=said.append)
@@ -157,19 +166,21 @@ def run_scaled(folder: Path, play: Callable[[ProcessGroup, Replicas], Iterator[b
 
     def order(count: int, **changed: str) -> None:
         codes.update(changed)
-        names = [f"rollout-{number}" for number in range(count)]
-        processes.set_replicas([ChildSpec(n, (sys.executable, "-c", codes[n]), folder / f"{n}.log") for n in names])
+        names = [f"{service}-{number}" for number in range(count)]
+        specs = [ChildSpec(name, (sys.executable, "-c", codes[name]), folder / f"{name}.log") for name in names]
+        processes.set_replicas(service, specs)
 
     playing = play(processes, order)
     processes.on_poll.append(lambda: None if next(playing, True) is not True else processes.finish())
     return processes.run(), said
 
 
-def test_replicas_join_drain_and_leave_while_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", SCALED_SERVICES)
+def test_replicas_join_drain_and_leave_while_the_run_goes_on(tmp_path: Path, service: str) -> None:
     drained = threading.Event()
 
     def play(processes: ProcessGroup, order: Replicas) -> Iterator[bool]:
-        processes.drain = lambda name: assert_(name == "rollout-1" and drained.wait(DEADLINE_SECONDS))
+        processes.drain = lambda name: assert_(name == f"{service}-1" and drained.wait(DEADLINE_SECONDS))
         order(2)
         while len(processes.children) < 3:
             yield False
@@ -183,12 +194,12 @@ def test_replicas_join_drain_and_leave_while_the_run_goes_on(tmp_path: Path) -> 
         drained.set()
         while leaver in processes.children:
             yield False
-        assert not leaver.alive and processes.states().keys() == {"trainer", "rollout-0"}
+        assert not leaver.alive and processes.states().keys() == {"trainer", f"{service}-0"}
         yield True
 
-    outcome, said = run_scaled(tmp_path, play)
+    outcome, said = run_scaled(tmp_path, play, service)
     assert outcome == FINISHED
-    assert said == ["rollout-0 joins the run", "rollout-1 joins the run", "rollout-1 has left the run"]
+    assert said == [f"{service}-0 joins the run", f"{service}-1 joins the run", f"{service}-1 has left the run"]
 
 
 def test_a_replica_that_cannot_start_or_that_dies_as_it_leaves_ends_no_run(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.run import replica
-from tandem.services.run.replica import free_replica_number, replica_name
+from tandem.services.run.replica import free_replica_number, given_replica_number, replica_name
 from tandem.services.trainer.evaluation import reward_addresses
 from tests.support.paths import ROOT
 from tests.support.redis_ring import new_run
@@ -94,6 +95,15 @@ def test_a_process_whose_number_was_taken_ends(redis_url: str, buffer: Buffer) -
         assert process.stdout is not None and process.stdout.readline() == "0\n"
         buffer.connection.redis.set(buffer.connection.key("number:rollout-0"), '{"host": "another"}')
         assert process.wait(30) == 1
+
+
+def test_a_number_that_a_launcher_gave_is_held_at_once_and_kept_from_others(buffer: Buffer, hosts: str) -> None:
+    buffer.connection.redis.set(buffer.connection.key("number:environments-1"), '{"host": "of one that was killed"}')
+    free = partial(free_replica_number, buffer, "environments")
+    with given_replica_number(buffer, "environments", 1), free() as first, free() as third:
+        assert (first, third) == (0, 2)
+    with free(), free() as again:
+        assert again == 1, "it was given back"
 
 
 def test_evaluation_asks_every_reward_service_that_is_alive(buffer: Buffer) -> None:

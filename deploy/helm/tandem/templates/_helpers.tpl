@@ -138,7 +138,7 @@ spec:
   {{- with .hostname }}
   hostname: {{ . }}
   {{- end }}
-  terminationGracePeriodSeconds: 60
+  terminationGracePeriodSeconds: {{ ternary 75 60 (eq .component "environments") }}
   {{- with .root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
