@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from dataclasses import replace
 
 from tandem.protos.contracts import AgentResult
 from tandem.protos.errors import EpisodeError
@@ -13,6 +12,7 @@ from tandem.protos.types import Trajectory, task_of
 from tandem.rollout.environments.agent_session import AgentEncoder, AgentSession
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler, RunningEpisode
+from tandem.rollout.environments.limits import Limits
 from tandem.rollout.environments.process import EnvironmentPool, RemoteEnvironment
 from tandem.rollout.sampler import Sampler
 
@@ -54,24 +54,26 @@ class AgentSampler(EpisodeSampler):
                 await agent.close()
         if result.error and not session.has_reached_limit:
             raise EpisodeError(f"run: {result.error}")
-        row = session.trajectory(result)
-        if any(segment.spans for segment in row.segments):
-            return row
-        self.figures.unscored_episodes += 1  # a row without a version could not be trained
-        return replace(row, finish_reason="error", metadata={**row.metadata, "unscored": "the agent sampled nothing"})
+        return self._ended(session.trajectory(result))
 
     async def _run(
         self, agent: RemoteEnvironment, session: AgentSession, name: str, running: RunningEpisode
     ) -> AgentResult:
-        """Raises EpisodeError if the agent's process dies, or it goes on for `step_seconds` without a call."""
+        """Its result, or a reward of 0 past `episode_seconds`. Raises EpisodeError if the agent's process dies, or it
+        goes on for `step_seconds` without a call.
+        """
         data, base_url = task_of(running.prompt), f"{self.address}/sessions/{name}/v1"
         run = asyncio.create_task(agent.run(data, base_url=base_url, api_key=session.api_key))
         ends: list[asyncio.Future[AgentResult]] = [session.failed, run]
+        limits = Limits(self._config)
         try:
             while (left := session.seconds_left()) > 0:
+                left = min(left, max(0.0, limits.episode_seconds_left()))
                 await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if ended := [one for one in ends if one.done()]:
                     return ended[0].result()
+                if limits.episode_seconds_left() <= 0.0:
+                    return session.end_by_time()
         finally:
             run.cancel()
         await agent.end_if_blocked()

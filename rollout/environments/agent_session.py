@@ -27,7 +27,8 @@ from tandem.rollout.environments.agent_calls import ChatAnswer, ChatCall, Refuse
 from tandem.rollout.environments.agent_tokens import TokenAnswer, TokenCall, check_ids
 from tandem.rollout.environments.chat_messages import for_template
 from tandem.rollout.environments.config import EnvironmentConfig
-from tandem.rollout.environments.episode import TurnEncoder
+from tandem.rollout.environments.limits import LENGTH_STOPS, Stop, TurnTimeError, in_time, longest_turn
+from tandem.rollout.environments.turn_encoder import TurnEncoder
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import unsampled, with_given
 
@@ -123,7 +124,7 @@ class AgentSession:
         self._num_turns = 0
         self._num_first_given = 0
         """Tokens of the first prompt."""
-        self._stop: Literal["turns", "length"] | None = None
+        self._stop: Stop | None = None
         self._calls: set[asyncio.Task[ChatAnswer] | asyncio.Task[TokenAnswer]] = set()
         self._idle_seconds = config.step_seconds
         self._idle_until = time.monotonic() + config.step_seconds
@@ -166,6 +167,11 @@ class AgentSession:
         task.add_done_callback(ended)
         return task
 
+    def end_by_time(self) -> AgentResult:
+        """What an agent has whose episode ends by `environment.episode_seconds`."""
+        self._stop = "episode_time"
+        return AgentResult(0.0)
+
     def end(self) -> None:
         """Ends the calls that are being answered: their turns are not part of the trajectory."""
         for task in self._calls:
@@ -179,7 +185,7 @@ class AgentSession:
             self._trajectory_id,
             "policy",
             tuple(segments) or (unsampled(self._prompt.token_ids),),
-            "length" if stop == "length" else "stop",
+            "length" if stop in LENGTH_STOPS else "stop",
             "\n".join(self._texts[turn] for turn in sorted(self._texts)),
             self._sampling,
             earned_reward=result.reward,
@@ -236,7 +242,7 @@ class AgentSession:
         """
         forks = not history.spans and bool(conversation.history.spans)
         num_given = len(history.ids) if forks else conversation.num_given
-        longest = self._longest_turn(conversation, len(history.ids), num_given)
+        longest, limit = self._longest_turn(conversation, len(history.ids), num_given)
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         with _continued(conversation):
             row = await self._sample(call, history, turn, longest)
@@ -246,7 +252,7 @@ class AgentSession:
         conversation.num_given = num_given
         if self._stop != "turns":  # of another call, which came meanwhile
             is_cut = row.finish_reason == "length" and not (call.max_tokens and call.max_tokens < longest)
-            self._stop = "length" if is_cut else None
+            self._stop = limit if is_cut else None
         return turn, row
 
     def _add(self, conversation: _Conversation, messages: list[Message], turn: int, text: str) -> None:
@@ -308,8 +314,8 @@ class AgentSession:
                     'segment, which needs environment.rewritten_history = "fork"'
                 )
 
-    def _longest_turn(self, conversation: _Conversation, num_tokens: int, num_given: int) -> int:
-        """The most tokens that the next turn may have. Raises RefusedCallError if there are none."""
+    def _longest_turn(self, conversation: _Conversation, num_tokens: int, num_given: int) -> tuple[int, Stop]:
+        """The most tokens that the next turn may have, and that limit. Raises RefusedCallError if there are none."""
         others = 0
         if self._config.rewritten_history == "keep":  # room in Redis is kept for one segment of the greatest length
             num_given = self._num_first_given = self._num_first_given or num_given
@@ -319,23 +325,28 @@ class AgentSession:
         num_sampled = sum(int(segment.loss_mask.sum()) for segment in segments)
         in_episode = self._sampling.max_tokens - max(others + num_tokens - num_given, num_sampled)
         if min(in_model, in_episode) < 1:
-            self._stop = "length"
+            self._stop = longest_turn(in_episode, in_model)[1]
             limit = "rollout.max_response_tokens"
             limit = f"data.max_prompt_tokens + {limit}" if in_model < in_episode else limit
             raise RefusedCallError(f"{num_tokens + others} tokens leave none for an answer ({limit})", code=_TOO_LONG)
-        return min(in_model, in_episode, self._config.max_turn_tokens or in_model)
+        return longest_turn(in_episode, in_model, self._config.max_turn_tokens)
 
     async def _sample(self, call: ChatCall | TokenCall, history: Segment, turn: int, longest: int) -> Trajectory:
         group_id, base = self._prompt.group_id, self._sampling
         try:
-            row = await self._sampler.sample_one(
-                history,
-                replace(base, max_tokens=min(longest, call.max_tokens or longest), stop=(*base.stop, *call.stop)),
-                trajectory_id=self._trajectory_id,
-                key=f"{group_id}/{turn}",
-            )
+            async with in_time(self._config.turn_seconds or None, "turn_time"):
+                row = await self._sampler.sample_one(
+                    history,
+                    replace(base, max_tokens=min(longest, call.max_tokens or longest), stop=(*base.stop, *call.stop)),
+                    trajectory_id=self._trajectory_id,
+                    key=f"{group_id}/{turn}",
+                )
             if row.finish_reason in ("abort", "error"):
                 raise UnavailableError(f"the engine ended turn {turn} of {group_id} with {row.finish_reason!r}")
+        except TurnTimeError as error:
+            self._stop = error.stop
+            told = f"the turn was not sampled within {self._config.turn_seconds:g} s (environment.turn_seconds)"
+            raise RefusedCallError(told, code=_TOO_LONG) from None
         except TandemError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)

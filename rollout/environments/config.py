@@ -13,6 +13,35 @@ PYTHON_TOOL = "python"
 TOOL_ENVIRONMENT = "tandem.rollout.environments.tools.environment:ToolEnvironment"
 
 
+Outcome = Literal["end", "unscored"]
+
+
+class StopPolicies(Options):
+    """`[environment.policies]`: what follows each reason for which a limit ends an episode: "end", it is scored as it
+    is; "unscored", it has no reward, and is part neither of the loss nor of its group's baseline. Such rows need
+    `reward.min_scored_samples`: without it, their group is given back.
+    """
+
+    turns: Outcome = "end"
+    """After max_turns."""
+    episode_tokens: Outcome = "end"
+    """After rollout.max_response_tokens."""
+    turn_tokens: Outcome = "end"
+    """After max_turn_tokens."""
+    context: Outcome = "end"
+    """After the longest text of the engine."""
+    episode_time: Outcome = "end"
+    """After episode_seconds."""
+    turn_time: Outcome = "end"
+    """After turn_seconds."""
+    invalid_calls: Outcome = "end"
+    """After max_invalid_calls."""
+    parse_error: Literal["observation", "end", "unscored"] = "observation"
+    """After a call that could not be read; "observation": the environment answers, as tools do with the error."""
+    tool_timeout: Literal["observation", "end", "unscored"] = "observation"
+    """After a tool that did not answer in time; "observation": the policy reads the error."""
+
+
 class EnvironmentConfig(Options):
     """`[environment]`: with a `path` or `tools`, the policy answers in several turns, between which an environment or
     its tools answer it.
@@ -70,6 +99,19 @@ class EnvironmentConfig(Options):
     """
     step_seconds: Annotated[float, Field(gt=0.0)] = 30.0
     """Longest time for the start of an episode or one step, or for an agent between two answers of the policy."""
+    episode_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Longest wall time of an attempt at an episode, from its first turn; 0: any. A turn that is being sampled then is
+    discarded; a step is not interrupted. An interrupted episode that goes on has the whole time again.
+    """
+    turn_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Longest wall time in which a turn is sampled, with its time in queues and in updates of the weights; 0: any. Past
+    it, the turn is discarded and the episode ends.
+    """
+    max_invalid_calls: Annotated[int, Field(ge=0)] = 0
+    """Turns in a row that have calls, none of which can be read and names a tool, after which an episode ends without a
+    step; 0: any number. Agents answer such turns themselves.
+    """
+    policies: StopPolicies = StopPolicies()
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""
 

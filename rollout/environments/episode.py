@@ -13,12 +13,10 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.protos.contracts import Environment, Message, SnapshotEnvironment, StepResult
 from tandem.protos.errors import EpisodeError, UnavailableError
@@ -33,8 +31,19 @@ from tandem.rollout.environments.intents import (
     unscored_row,
 )
 from tandem.rollout.environments.journal import Episode, saved_episode, unfinished_row
+from tandem.rollout.environments.limits import (
+    LENGTH_STOPS,
+    STOPS,
+    Limits,
+    Stop,
+    TurnTimeError,
+    in_time,
+    longest_turn,
+    with_policy,
+)
 from tandem.rollout.environments.source import EnvironmentSource
 from tandem.rollout.environments.tools.outcomes import ToolFigures
+from tandem.rollout.environments.turn_encoder import TurnEncoder
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import unsampled, with_given
 
@@ -43,39 +52,6 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.5  # before another attempt: the environment's server may be away for a moment
 _LONGEST_PAUSE_SECONDS = 10.0
 _SHORT_WAIT_SECONDS = 0.2  # an environment that answers sooner does not give up its place for its answers
-
-Stop = Literal["terminated", "truncated", "turns", "length"]
-"""Why an episode ended: the environment said so (twice), `max_turns`, or no token was left."""
-
-
-class TurnEncoder(Protocol):
-    """Turns messages into token ids by the model's chat template, and turns of the policy into messages.
-
-    Raises EpisodeError if the template refuses the messages.
-    """
-
-    @property
-    def shows_tools(self) -> bool:
-        """Whether the template shows tools, so that the first prompt is not that of the data set alone."""
-        ...
-
-    def encode(self, messages: Sequence[Message]) -> NDArray[np.int32]:
-        """Token ids (T,) of a conversation up to the start of the policy's first turn."""
-        ...
-
-    def encode_reply(self, messages: Sequence[Message], last_token: int) -> NDArray[np.int32]:
-        """Token ids (T,) from the end of the policy's turn, whose last token is given, to the start of its next one."""
-        ...
-
-    def encode_increment(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """What the template puts after the text of token ids (T,) in its rendering of the whole conversation, as token
-        ids; None if the rendering does not begin with that text, white space aside.
-        """
-        ...
-
-    def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
-        """The policy's message of a complete turn with token ids (T,), with its tool calls as `tool_calls`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -86,7 +62,9 @@ class EpisodeFigures:
     differing_episodes: int = 0
     """Their environment, made to repeat what it had done, showed something else: they began anew."""
     unscored_episodes: int = 0
-    """They called an unsafe tool and could not go on, or their agent sampled nothing."""
+    """They called an unsafe tool and could not go on, nothing was sampled, or `environment.policies` says so."""
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
+    """Episodes by what ended them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +102,7 @@ class EpisodeSampler:
         self._config = config
         self._seed = seed
         self._saved: set[RunningEpisode] = set()
+        self._tool_names = {schema["function"]["name"] for schema in pool.tools}
 
     @property
     def num_waiting(self) -> int:
@@ -269,48 +248,68 @@ class EpisodeSampler:
         """Plays the episode to its end."""
         if self._pool.resume != "restart":
             running.episode = episode
-        while (stop := await self._advance(environment, episode, running)) is None:
+        limits = Limits(self._config)
+        while (stop := await self._advance(environment, episode, running, limits)) is None:
             if running.episode is not None:
                 running.on_change()
         running.episode = None  # it has ended
-        return self._trajectory(episode, stop, running.sampling, running.trajectory_id)
+        return self._ended(self._trajectory(episode, stop, running.sampling, running.trajectory_id))
+
+    def _ended(self, row: Trajectory) -> Trajectory:
+        """Counts a trajectory whose episode has ended, and applies the recipe's policy."""
+        row = with_policy(row, self._config)
+        self.figures.ended[row.metadata["stop"]] += 1
+        self.figures.unscored_episodes += "unscored" in row.metadata
+        return row
 
     async def _advance(
-        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode
+        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
     ) -> Stop | None:
         """Samples or answers a turn. Returns why the episode ends, None if it goes on."""
         if episode.awaits_answer:
-            return await self._answer_turn(environment, episode, running)
-        return await self._sample_turn(episode, running)
+            return await self._answer_turn(environment, episode, running, limits)
+        return await self._sample_turn(episode, running, limits)
 
-    async def _sample_turn(self, episode: Episode, running: RunningEpisode) -> Stop | None:
-        turn, left = len(episode.turns), self._tokens_left(episode, running.sampling)
-        begins_at = len(episode.history.ids)
-        if turn == self._config.max_turns:
-            return "turns"
-        if turn > 0 and left < 1:
-            return "length"
-        running.waiting_since = inf
-        row = await self._sampler.sample_one(
-            episode.history,
-            replace(running.sampling, max_tokens=min(left, self._config.max_turn_tokens or left)),
-            trajectory_id=running.trajectory_id,
-            key=_turn_key(running.prompt, episode),
-            unfinished=episode.begun,
-        )
-        running.waiting_since = time.monotonic()
-        if row.finish_reason in ("abort", "error"):
-            group_id = running.prompt.group_id
-            raise UnavailableError(f"the engine ended turn {turn} of {group_id} with {row.finish_reason!r}")
+    async def _sample_turn(self, episode: Episode, running: RunningEpisode, limits: Limits) -> Stop | None:
+        turn, begins_at = len(episode.turns), len(episode.history.ids)
+        in_episode = running.sampling.max_tokens - episode.num_tokens
+        in_context = self._sampler.max_model_tokens - begins_at
+        if (stop := limits.before_turn(turn, longest_turn(in_episode, in_context))) is not None:
+            return stop
+        longest, cut = longest_turn(in_episode, in_context, self._config.max_turn_tokens)
+        seconds, late = limits.turn_seconds()
+        try:
+            row = await self._sample_in_time(episode, running, longest, seconds, late)
+        except TurnTimeError as error:
+            return error.stop
         (episode.history,) = row.segments
         episode.begun = None
         episode.actions.append(len(episode.messages))
         episode.turns.append(row.text)
         if row.finish_reason == "length":  # it may lack its most important part
             episode.messages.append({"role": "assistant", "content": row.text})
-            return "length"
+            return cut
         episode.messages.append(self._encoder.decode_turn(episode.history.ids[begins_at:], row.text, turn))
-        return None
+        return limits.after_turn([episode.messages[place] for place in episode.actions], self._tool_names)
+
+    async def _sample_in_time(
+        self, episode: Episode, running: RunningEpisode, longest: int, seconds: float | None, late: Stop
+    ) -> Trajectory:
+        """Raises TurnTimeError with `late` if the turn is not sampled within `seconds`."""
+        running.waiting_since = inf
+        async with in_time(seconds, late):
+            row = await self._sampler.sample_one(
+                episode.history,
+                replace(running.sampling, max_tokens=longest),
+                trajectory_id=running.trajectory_id,
+                key=_turn_key(running.prompt, episode),
+                unfinished=episode.begun,
+            )
+        running.waiting_since = time.monotonic()
+        if row.finish_reason in ("abort", "error"):
+            told = f"the engine ended turn {len(episode.turns)} of {running.prompt.group_id}"
+            raise UnavailableError(f"{told} with {row.finish_reason!r}")
+        return row
 
     async def _save_intent(self, episode: Episode, running: RunningEpisode) -> None:
         """Before a turn with calls of unsafe tools is carried out."""
@@ -322,7 +321,7 @@ class EpisodeSampler:
         await running.save(unfinished_row(episode, running.prompt, running.sampling, running.trajectory_id, None))
 
     async def _answer_turn(
-        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode
+        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
     ) -> Stop | None:
         if calls_one_of(episode.action(len(episode.rewards)), self._pool.unsafe_tools):
             await self._save_intent(episode, running)
@@ -337,7 +336,7 @@ class EpisodeSampler:
         episode.rewards.append((last, result.reward))
         if has_ended:
             return "terminated" if result.terminated else "truncated"
-        return None
+        return limits.after_step(result.tool_outcomes)
 
     def _show(self, episode: Episode, messages: Sequence[Message]) -> None:
         """Puts the environment's messages before the next turn. Changes nothing if the template refuses them."""
@@ -352,10 +351,6 @@ class EpisodeSampler:
         else:
             episode.history = with_given(episode.history, increment)
 
-    def _tokens_left(self, episode: Episode, sampling: SamplingParameters) -> int:
-        in_model = self._sampler.max_model_tokens - len(episode.history.ids)
-        return min(sampling.max_tokens - episode.num_tokens, in_model)
-
     def _trajectory(self, episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
         """What no turn has read is left out."""
         segments = episode.segments()
@@ -367,7 +362,7 @@ class EpisodeSampler:
             trajectory_id,
             "policy",
             segments,
-            "length" if stop == "length" else "stop",
+            "length" if stop in LENGTH_STOPS else "stop",
             "\n".join(episode.turns),
             sampling,
             earned_reward=float(sum(reward for _, reward in episode.rewards)),

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from tandem.protos.contracts import Environment, Message
 from tandem.protos.errors import EpisodeError
 from tandem.protos.types import Prompt, Trajectory, task_of
+from tandem.rollout.environments.limits import NO_STEP_STOPS
 
 _SHOWN_CHARACTERS = 200
 _ENDS = ("terminated", "truncated")
+_UNANSWERED = (*NO_STEP_STOPS, "length")  # the last is of older recordings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ async def first_other_observation(
 ) -> ObservationDifference | None:
     """Repeats the episode and compares messages, end and sum of the rewards. `info` is not compared."""
     num_turns, stop = recorded.metadata["num_turns"], recorded.metadata["stop"]
-    was_cut = stop == "length" and recorded.metadata["messages"][-1].get("role") == "assistant"
+    was_cut = stop in _UNANSWERED and recorded.metadata["messages"][-1].get("role") == "assistant"
     num_answered = num_turns - was_cut
     left: list[Message] = recorded.metadata["messages"][len(prompt.messages) :]
     turn, earned = 0, 0.0

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from tandem.protos.contracts import UnscoredReason
 from tandem.reward.scheduling.priority_queue import PRIORITIES
+from tandem.rollout.environments.limits import STOPS
 from tandem.rollout.environments.tools.outcomes import OTHER, TOOL_ERRORS, Durations
 from tandem.services.buffer.starvation import CAUSES
 from tandem.services.buffer.types import STATES
@@ -151,7 +152,13 @@ METRICS: tuple[Metric, ...] = (
         "rollout",
         "sampler_unscored_episodes",
         "unscored_episodes",
-        "Episodes without a score: they had called an unsafe tool and could not go on, or their agent sampled nothing.",
+        "Episodes without a score: they had called an unsafe tool and could not go on, nothing was sampled, or "
+        "`environment.policies` says so.",
+    ),
+    _counter(
+        *("rollout", "sampler_ended_episodes", "episodes_ended:*"),
+        "Episodes by what ended them.",
+        Label("stop", STOPS),
     ),
     _counter("rollout", "sampler_prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
     _counter("rollout", "sampler_busy_seconds", "busy_seconds", "Time with at least one request in flight."),

@@ -193,7 +193,8 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""
         episodes = asdict(self._episodes.figures) if self._episodes is not None else {}
-        return {**asdict(self._engine.figures()), **episodes, **self.loop.figures()}
+        ended = {f"episodes_ended:{stop}": number for stop, number in episodes.pop("ended", {}).items()}
+        return {**asdict(self._engine.figures()), **episodes, **ended, **self.loop.figures()}
 
     def activity(self) -> str:
         if self.loop.num_held:

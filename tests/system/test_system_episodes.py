@@ -12,6 +12,7 @@ import pytest
 
 from tandem.protos.codec import decode_group
 from tandem.protos.types import Trajectory
+from tandem.rollout.environments.limits import LENGTH_STOPS
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import load_recipe
 from tandem.services.run.folder import redis_url_of
@@ -87,7 +88,7 @@ def test_a_run_whose_sampler_and_environments_are_killed_in_the_middle_of_episod
         assert {span.policy_version for span in segment.spans} <= set(range(version))
         rewards = trajectory.token_rewards[0] if trajectory.token_rewards else np.zeros(1)
         assert row.reward == pytest.approx(trajectory.earned_reward) == pytest.approx(float(rewards.sum()))
-        assert trajectory.earned_reward == 0.25 * (len(begins) - (trajectory.metadata["stop"] == "length"))
+        assert trajectory.earned_reward == 0.25 * (len(begins) - (trajectory.finish_reason == "length"))
     resumed_at = [turn for _, row in rows for turn in row.trajectory.metadata["resumed_at"]]
     assert max(resumed_at, default=0) > 0, "an episode of the killed sampler went on after its first turn"
     assert max(run.instances().values()) == 1
@@ -134,7 +135,7 @@ def check_evaluations(run: WholeRun) -> None:
         rows = JsonLines(run.folder / GENERATIONS_FOLDER / f"{line['version']:06d}" / "held_out.jsonl").read()
         for row in rows:
             episode = row["episode"]
-            turns_that_earned = episode["num_turns"] - (episode["stop"] == "length")
+            turns_that_earned = episode["num_turns"] - (episode["stop"] in LENGTH_STOPS)
             assert row["reward"] == episode["earned_reward"] == 0.25 * turns_that_earned
         seen.append([row["episode"]["messages"][len(row["prompt"])]["content"] for row in rows])
     assert seen[0] == seen[1] and len(set(seen[0])) == 6, "the seeds differ by prompt and not by version"

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.data.arithmetic import EVALUATION_ROWS
 from tandem.services.data.tiny_model import build_tiny_model
-from tests.project.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
+from tests.project.test_examples import BASED_RECIPES, prepare, write_gsm8k
 from tests.support.paths import ROOT
-from tests.support.processes import run_tandem
+from tests.support.processes import run_python, run_tandem
 from tests.support.tiny_model import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.system
@@ -132,14 +132,15 @@ def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gsm8k")
     write_gsm8k(folder / "raw")
     assert prepare(folder / "raw", folder / "data" / "gsm8k").returncode == 0
+    assert run_python(ROOT / "examples" / "prepare_search.py", folder / "data" / "search").returncode == 0
     build_tiny_model(folder / "model")
     (folder / "tools.jinja").write_text(TOOL_TEMPLATE)
     return folder
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
-def test_every_gsm8k_recipe_takes_two_steps(file: Path, gsm8k_folder: Path) -> None:
+@pytest.mark.parametrize("file", BASED_RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_of_gsm8k_toml_takes_two_steps(file: Path, gsm8k_folder: Path) -> None:
     done = run_tandem("run", str(file), *stand_in(load_recipe(file)), cwd=gsm8k_folder, seconds=150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run, recipe = gsm8k_folder / "runs" / file.stem, load_recipe(file)

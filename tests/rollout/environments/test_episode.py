@@ -96,8 +96,8 @@ def test_rewards_are_on_the_last_token_of_the_turn_that_earned_them(encoder: Cha
     ("limits", "stop", "finish", "turns"),
     [
         ({"max_turns": 2}, "turns", "stop", 2),
-        ({"max_turn_tokens": 4}, "length", "length", 2),
-        ({"sampling": SamplingParameters(max_tokens=60)}, "length", "length", 2),
+        ({"max_turn_tokens": 4}, "turn_tokens", "length", 2),
+        ({"sampling": SamplingParameters(max_tokens=60)}, "episode_tokens", "length", 2),
     ],
 )
 def test_limits_end_an_episode(
@@ -111,13 +111,13 @@ def test_limits_end_an_episode(
 
 def test_a_turn_that_is_cut_off_is_no_action(encoder: ChatEncoder, tmp_path: Path) -> None:
     (row,) = play(encoder, lambda _: ["one", "twenty"], max_turn_tokens=4, arguments={"faults": {"twen": "raise"}})
-    assert (row.finish_reason, row.metadata["stop"]) == ("length", "length"), "the environment would have raised"
+    assert (row.finish_reason, row.metadata["stop"]) == ("length", "turn_tokens"), "the environment would have raised"
 
 
 def test_an_answer_that_fills_the_models_context_ends_the_episode(encoder: ChatEncoder) -> None:
     long = SamplingParameters(max_tokens=5000)
     (row,) = play(encoder, lambda _: ["1", "2000", "1"], path="tests.support.environments:Chatty", sampling=long)
-    assert (row.finish_reason, row.metadata["stop"], row.earned_reward) == ("length", "length", 2.0)
+    assert (row.finish_reason, row.metadata["stop"], row.earned_reward) == ("length", "context", 2.0)
     assert row.text == "1\n2000" and len(row.segments[0].ids) < 200, "what nobody read is left out"
     with pytest.raises(EpisodeError, match="step: step returned more than 256 KiB"):
         play(encoder, lambda _: ["1", str(1 << 18)], path="tests.support.environments:Chatty")

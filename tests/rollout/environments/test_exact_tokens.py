@@ -213,7 +213,7 @@ def check_trained_once(row: Trajectory, sampled: list[list[int]]) -> None:
     answered = int(row.earned_reward > 0) and np.count_nonzero(rewards)
     assert not rewards[~mask].any() and np.flatnonzero(rewards[mask]).tolist() == ends[:answered].tolist()
     assert rewards[mask][ends[:answered]].tolist() == [(turn + 1) / 8 for turn in range(answered)]
-    assert len(ends) - answered == (row.metadata["stop"] == "length" and row.metadata["num_turns"] > answered)
+    assert len(ends) - answered == (row.finish_reason == "length" and row.metadata["num_turns"] > answered)
 
 
 def same_text(one: list[int], other: list[int]) -> bool:

@@ -93,8 +93,8 @@ def test_an_agent_may_run_under_another_interpreter(encoder: ChatEncoder) -> Non
     ("limits", "stop", "finish", "turns"),
     [
         ({"max_turns": 2}, "turns", "stop", 2),
-        ({"sampling": SamplingParameters(max_tokens=30)}, "length", "length", 2),
-        ({"max_turn_tokens": 4, "times": 3}, "length", "length", 3),
+        ({"sampling": SamplingParameters(max_tokens=30)}, "episode_tokens", "length", 2),
+        ({"max_turn_tokens": 4, "times": 3}, "turn_tokens", "length", 3),
     ],
 )
 def test_limits_end_an_agents_episode(
@@ -116,7 +116,7 @@ def test_an_agent_that_asks_nothing_gets_no_score(encoder: ChatEncoder) -> None:
     row, _ = play(encoder, "silent", path=SILENT)
     assert row.segments[0].ids.tolist() == prompt_of().token_ids.tolist()
     assert not np.any(row.segments[0].loss_mask) and row.finish_reason == "error"
-    assert row.metadata["unscored"] == "the agent sampled nothing"
+    assert row.metadata["unscored"] == "nothing was sampled (it ended by 'terminated')"
 
 
 @pytest.mark.parametrize(
