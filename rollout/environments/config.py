@@ -112,6 +112,7 @@ class EnvironmentConfig(Options):
     step; 0: any number. Agents answer such turns themselves.
     """
     policies: StopPolicies = StopPolicies()
+    """What follows each reason for which a limit ends an episode."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""
 

@@ -134,7 +134,7 @@ def test_an_episode_whose_environment_is_killed_in_a_step_goes_on_as_its_class_d
     assert calls(tmp_path / "killed") == expected
     assert played.turns == turns, "no turn that is known was sampled again"
     assert played.row.metadata["resumed_at"] == resumed_at
-    assert played.figures == EpisodeFigures(len(resumed_at), 0)
+    assert (played.figures.resumed_episodes, played.figures.differing_episodes) == (len(resumed_at), 0)
     names = [key.rsplit("/", 2)[0] for key in keys(tmp_path / "killed")]
     assert len(set(names)) == (1 if resumed_at else 2) and len(set(keys(tmp_path / "killed"))) == len(turns)
     assert (played.row.text, played.row.earned_reward) == ("one\nbad\nend", 1.5)
@@ -168,7 +168,13 @@ def test_an_environment_that_differs_when_it_is_repeated_begins_anew_at_the_cost
     played = play(encoder, tmp_path, "Replayed", sampler, max_attempts=2, **KILLED_ONCE)
     again = ["reset", "step 0", "reset", "step 0", "step 1", "step 2"]
     assert calls(tmp_path) == ["reset", "step 0", "step 1", *again]
-    assert played.figures == EpisodeFigures(0, 1) and played.turns == [0, 1, 0, 1, 2]
+    assert (played.figures.resumed_episodes, played.figures.differing_episodes) == (0, 1) and played.turns == [
+        0,
+        1,
+        0,
+        1,
+        2,
+    ]
     assert played.row is not None and played.row.metadata["resumed_at"] == []
     text = tokenizer().decode(played.row.segments[0].ids.tolist())
     assert contents(played.row)[2] in text, "what the policy saw and what the trajectory says are the same episode"

@@ -47,7 +47,8 @@ def test_invalid_turns_in_a_row_end_an_episode_and_a_valid_one_begins_the_count_
 def test_a_time_out_of_a_tool_ends_an_episode_if_the_policy_says_so() -> None:
     outcomes = [{"tool": "add", "outcome": "timeout", "seconds": 1.0}]
     assert limits_of().after_step(outcomes) is None  # type: ignore[arg-type]
-    assert limits_of(policies={"tool_timeout": "unscored"}).after_step(outcomes) == "tool_timeout"  # type: ignore[arg-type]
+    ends = limits_of(policies={"tool_timeout": "unscored"})
+    assert ends.after_step(outcomes) == "tool_timeout"  # type: ignore[arg-type]
 
 
 def test_policies_leave_rows_unscored_and_refuse_what_makes_no_sense() -> None:
