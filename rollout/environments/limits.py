@@ -72,7 +72,8 @@ class Limits:
     def turn_seconds(self) -> tuple[float | None, Stop]:
         """How long the next turn may take, None: any time; and why the episode ends after that."""
         in_episode, in_turn = self.episode_seconds_left(), self.config.turn_seconds or float("inf")
-        seconds, stop = min((in_episode, "episode_time"), (in_turn, "turn_time"))
+        stop: Stop = "episode_time" if in_episode <= in_turn else "turn_time"
+        seconds = min(in_episode, in_turn)
         return (None if seconds == float("inf") else seconds), stop
 
     def after_turn(self, actions: Sequence[Message], tools: Collection[str]) -> Stop | None:

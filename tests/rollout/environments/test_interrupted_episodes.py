@@ -168,7 +168,8 @@ def test_an_environment_that_differs_when_it_is_repeated_begins_anew_at_the_cost
     played = play(encoder, tmp_path, "Replayed", sampler, max_attempts=2, **KILLED_ONCE)
     again = ["reset", "step 0", "reset", "step 0", "step 1", "step 2"]
     assert calls(tmp_path) == ["reset", "step 0", "step 1", *again]
-    assert (played.figures.resumed_episodes, played.figures.differing_episodes) == (0, 1) and played.turns == [
+    assert (played.figures.resumed_episodes, played.figures.differing_episodes) == (0, 1)
+    assert played.turns == [
         0,
         1,
         0,
