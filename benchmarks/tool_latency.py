@@ -36,7 +36,7 @@ from tandem.services.buffer.buffer import Buffer  # noqa: E402
 from tandem.services.data.tiny_model import VOCABULARY, build_tiny_model  # noqa: E402
 
 TURNS, SAMPLES, GROUPS_IN_FLIGHT = 3, 4, 4
-GROUPS = 40
+GROUPS = 32
 """Of a measurement. It begins with the first tenth of them, and ends with nine tenths."""
 TOOL_SECONDS = 2.0
 SIDES = {"quick": {}, "slow": {"seconds": TOOL_SECONDS}, "unsaved": {"partial_rollout": False}}
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "tool_latency.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-tools-") as scratch, ExitStack() as stack:
-        model = build_tiny_model(Path(scratch) / "model", hidden=128, layers=4)
+        model = build_tiny_model(Path(scratch) / "model", hidden=64)
         sides = {}
         for name, changes in SIDES.items():
             folder = Path(scratch) / name
