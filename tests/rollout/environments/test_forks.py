@@ -112,7 +112,7 @@ def test_a_turn_whose_thoughts_the_template_leaves_out_is_followed_by_a_new_segm
 
 def test_a_fork_that_no_turn_follows_leaves_no_segment(encoder: ChatEncoder, tmp_path: Path) -> None:
     row = play(encoder, ["<think>1</think>one"], sampling=SamplingParameters(max_tokens=24), marks=str(tmp_path))
-    assert row.finish_reason == "length" and said(row) == [["<think>1</think>one<|im_end|>"]]
+    assert row.metadata["stop"] == "episode_tokens" and said(row) == [["<think>1</think>one<|im_end|>"]]
 
 
 def test_the_limit_of_an_episode_counts_the_sampled_tokens_of_all_segments(
@@ -128,7 +128,7 @@ def test_the_limit_of_an_episode_counts_the_sampled_tokens_of_all_segments(
         "        return StepResult([{'role': 'user', 'content': '?'}])\n"
     )
     row = play(encoder, words, sampling=sampling, path=f"{file}:Brief")
-    assert row.finish_reason == "length" and len(row.segments) == 4
+    assert row.metadata["stop"] == "episode_tokens" and len(row.segments) == 4
     assert sum(segment.num_loss_tokens for segment in row.segments) == 150
 
 

@@ -130,7 +130,9 @@ def test_only_the_models_own_token_begins_a_call(model: Path) -> None:
 def test_a_turn_that_is_cut_off_executes_no_call(model: Path) -> None:
     call = FAIL.replace("HOW", "hang")
     (row,) = play(model, lambda _: [call], max_tokens=len(tokenizer().encode(call)))
-    assert row.finish_reason == "length" and row.text == call, "the call is whole, and the end of the turn is missing"
+    assert row.metadata["stop"] == "episode_tokens" and row.text == call, (
+        "the call is whole, and the end of the turn is missing"
+    )
     assert row.metadata["messages"][1:] == [{"role": "assistant", "content": call}] and row.metadata["info"] == {}
 
 
