@@ -36,8 +36,8 @@ from tandem.services.buffer.buffer import Buffer  # noqa: E402
 from tandem.services.data.tiny_model import VOCABULARY, build_tiny_model  # noqa: E402
 
 TURNS, SAMPLES, GROUPS_IN_FLIGHT = 3, 4, 4
-GROUPS = 32
-"""Of a measurement. It begins with the first tenth of them, and ends with nine tenths."""
+GROUPS = 120
+"""Of a measurement. It begins when a tenth of them is completed, and ends with half, while prompts still wait."""
 TOOL_SECONDS = 2.0
 SIDES = {"quick": {}, "slow": {"seconds": TOOL_SECONDS}, "unsaved": {"partial_rollout": False}}
 MOST_IDLE, LEAST_SAVED = 0.1, 0.97
@@ -60,7 +60,7 @@ class Side:
         self.index += GROUPS
         self.buffer.admit([(one.group_id, encode_group(TrajectoryGroup(one))) for one in prompts], self.index)
         began = self._figures_at(done + GROUPS // 10)
-        ended = self._figures_at(done + GROUPS * 9 // 10)
+        ended = self._figures_at(done + GROUPS // 2)
         idle, busy = (ended[name] - began[name] for name in ("idle_seconds", "busy_seconds"))
         self.tokens_per_second.append((ended["sampled_tokens"] - began["sampled_tokens"]) / (idle + busy))
         self.idle.append(idle / (idle + busy))
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "tool_latency.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-tools-") as scratch, ExitStack() as stack:
-        model = build_tiny_model(Path(scratch) / "model", hidden=64)
+        model = build_tiny_model(Path(scratch) / "model", hidden=64, ends=False)
         sides = {}
         for name, changes in SIDES.items():
             folder = Path(scratch) / name
@@ -146,12 +146,12 @@ def _values(folder: Path, model: Path, seconds: float = 0.0, **rollout: object) 
 
 
 def _prompt(index: int) -> Prompt:
-    """The model ends a turn after about a hundred tokens."""
+    """A turn ends with one of three letters, after about thirty tokens."""
     dice = np.random.default_rng(index)
     words = "".join(dice.choice(list("abcdefgh"), 12))
     ids = dice.integers(3, len(VOCABULARY), 12, dtype=np.int32)
     said = ({"role": "user", "content": words},)
-    return Prompt(0, index, ids, SAMPLES, SamplingParameters(max_tokens=900), messages=said)
+    return Prompt(0, index, ids, SAMPLES, SamplingParameters(max_tokens=900, stop=("a", "b", "c")), messages=said)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class RolloutConfig(Options):
     """
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
     """Maximum number of groups that a sampler samples at once. Episodes that wait for their environment for more than
-    0.2 s do not count, so that others use the engine meanwhile.
+    0.2 s, or have ended before others of their group, do not count, so that other groups use the engine meanwhile.
     """
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Memory of the KV cache on CPUs, or on a GPU shared with the trainer."""

@@ -166,8 +166,14 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         return GroupResult(group.payload)
 
     def num_waiting(self) -> int:
-        """Groups' worth of episodes that wait for their environment: others may use their places in the engine."""
-        return 0 if self._episodes is None else self._episodes.num_waiting // self._rows_per_group
+        """Groups' worth of episodes that wait for their environment, or have ended before others of their group: other
+        groups may use their places in the engine.
+        """
+        if self._episodes is None:
+            return 0
+        rows = (row for group in self._groups.values() for row in group.rows.values())
+        num_ended = sum(row.finish_reason != "abort" for row in rows)
+        return (num_ended + self._episodes.num_waiting) // self._rows_per_group
 
     async def collect_unsaved(self, held: Sequence[Held[Claim]]) -> None:
         """Adds what is sampled of unfinished rows to the results to save."""
