@@ -96,6 +96,8 @@ class AgentSession:
         self._conversations: list[_Conversation] = []
         self._texts: dict[int, str] = {}
         """Of the sampled turns by number."""
+        self._said: dict[str, tuple[Sequence[Message], int]] = {}
+        """By the number of a turn that a later call can name: the conversation with it, and how many instructions."""
         self._messages: Sequence[Message] = prompt.messages
         """The conversation with the newest turn."""
         self._num_turns = 0
@@ -113,6 +115,16 @@ class AgentSession:
     def seconds_left(self) -> float:
         """How long the agent may go on without a call, unless one is being answered: then the whole time."""
         return self._config.step_seconds if self._calls else self._idle_until - time.monotonic()
+
+    def said(self, turn: str) -> Sequence[Message]:
+        """The messages up to and with the turn of this number, without the instructions at their start. Raises
+        RefusedCallError if no call can name such a turn.
+        """
+        if turn not in self._said:
+            told = f"this session has not given the response {turn!r:.80}"
+            raise RefusedCallError(told, code="previous_response_not_found")
+        messages, num_instructions = self._said[turn]
+        return messages[num_instructions:]
 
     def answering(self, call: ChatCall) -> asyncio.Task[ChatAnswer]:
         """A task that answers a call. It raises RefusedCallError, also if the policy cannot answer any more; the end of
@@ -198,6 +210,8 @@ class AgentSession:
         conversation.keys = [key_of(one) for one in conversation.messages]
         self._messages = conversation.messages
         self._texts[turn] = text
+        if call.num_instructions is not None:
+            self._said[f"{turn}"] = conversation.messages, call.num_instructions
 
     def _before_turn(self, call: ChatCall) -> tuple[_Conversation, Segment]:
         """The conversation that a call continues or begins, and all tokens before the next turn."""
