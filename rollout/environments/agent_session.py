@@ -119,6 +119,8 @@ class AgentSession:
         self._conversations: list[_Conversation] = []
         self._texts: dict[int, str] = {}
         """Of the sampled turns by number."""
+        self._said: dict[str, tuple[Sequence[Message], int]] = {}
+        """By the number of a turn that a later call can name: the conversation with it, and how many instructions."""
         self._messages: Sequence[Message] = prompt.messages
         """The conversation with the newest turn."""
         self._num_turns = 0
@@ -140,6 +142,16 @@ class AgentSession:
     @property
     def model_path(self) -> str:
         return self._encoder.model_path
+
+    def said(self, turn: str) -> Sequence[Message]:
+        """The messages up to and with the turn of this number, without the instructions at their start. Raises
+        RefusedCallError if no call can name such a turn.
+        """
+        if turn not in self._said:
+            told = f"this session has not given the response {turn!r:.80}"
+            raise RefusedCallError(told, code="previous_response_not_found")
+        messages, num_instructions = self._said[turn]
+        return messages[num_instructions:]
 
     def answering(self, call: ChatCall) -> asyncio.Task[ChatAnswer]:
         """A task that answers a call. It raises RefusedCallError, also if the policy cannot answer any more; the end of
@@ -214,6 +226,8 @@ class AgentSession:
                 message = decoded
         self._add(conversation, [*call.messages, message], turn, row.text)
         conversation.keys = [key_of(one) for one in conversation.messages]
+        if call.num_instructions is not None:
+            self._said[f"{turn}"] = conversation.messages, call.num_instructions
         finish: Literal["stop", "tool_calls"] = "tool_calls" if message.get("tool_calls") else "stop"
         return ChatAnswer(turn, message, "length" if is_cut else finish, len(history.ids), len(ids))
 

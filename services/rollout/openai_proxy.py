@@ -1,4 +1,4 @@
-"""OpenAI's API for the agents of one sampler, on a port of this machine: `/sessions/<id>/v1/chat/completions`.
+"""OpenAI's and Anthropic's APIs for the agents of one sampler, on a port of this machine: `/sessions/<id>/v1`.
 
 A session is an agent's run. Its key is random and known to that agent alone. A session that has ended is unknown, as
 are those of other samplers and runs.
@@ -11,24 +11,26 @@ import contextlib
 import hmac
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from typing import TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.protos.contracts import JsonObject
-from tandem.rollout.environments.agent_calls import ChatAnswer, ChatCall, RefusedCallError, read_call
+from tandem.rollout.environments.agent_calls import RefusedCallError
 from tandem.rollout.environments.agent_session import AgentSession
 from tandem.rollout.environments.agent_tokens import read_token_call, token_response
+from tandem.rollout.environments.api_forms import chat_completions, messages, responses
+from tandem.rollout.environments.api_forms.form import MODEL, ApiForm, openai_error
 
 Answer = TypeVar("Answer")
+_FORMS = (chat_completions.FORM, responses.FORM, messages.FORM)
 _HOST = "127.0.0.1"
-_MODEL = "policy"
 _MAX_BODY_BYTES = 16 << 20
 _BODY_SECONDS = 10.0
 _IDLE_CONNECTION_SECONDS = 60  # longer than clients keep theirs, so that none sends to a connection that is closing
@@ -49,12 +51,13 @@ class OpenAIProxy:
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
         self._sessions = sessions
-        path = "/sessions/{session}/v1"
+        session = "/sessions/{session}/v1"
+        forms = [(f"{session}/{path}", form) for form in _FORMS for path in form.paths]
         self.app = Starlette(
             routes=[
-                Route(f"{path}/chat/completions", self._chat_completions, methods=["POST"]),
+                *(Route(path, partial(self._call, form), methods=["POST"]) for path, form in forms),
                 Route("/sessions/{session}/inference/v1/generate", self._generate, methods=["POST"]),
-                Route(f"{path}/models", self._models, methods=["GET"]),
+                Route(f"{session}/models", self._models, methods=["GET"]),
                 Route("/{path:path}", self._unknown_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
             ],
             exception_handlers={RefusedCallError: _refusal, ClientDisconnect: _client_closed},
@@ -84,34 +87,46 @@ class OpenAIProxy:
                 server.should_exit = True
                 await serving
 
-    async def _chat_completions(self, request: Request) -> Response:
-        self._session(request)  # no body of an unknown caller is read
-        call = read_call(await _json_body(request))
+    async def _call(self, form: ApiForm, request: Request) -> Response:
+        try:
+            return await self._answer(form, request)
+        except RefusedCallError as error:
+            return _json(form.error(error), error.status)
+
+    async def _answer(self, form: ApiForm, request: Request) -> Response:
+        session = self._session(request)  # no body of an unknown caller is read
+        body = await _json_body(request)
+        name = request.path_params["session"]
+        call = form.read(body, lambda answer_name: session.said(answer_name.removeprefix(f"{name}-")))
         answering = self._session(request).answering(call)  # it may have ended meanwhile
-        return _completion(request.path_params["session"], call, await _result(request, answering))
+        answer = await _result(request, answering)
+        answer_name = f"{name}-{answer.turn}"
+        if body.get("stream") is True:
+            return Response(form.events(body, answer, answer_name), media_type="text/event-stream")
+        return _json(form.answer(body, answer, answer_name))
 
     async def _generate(self, request: Request) -> Response:
         self._session(request)
         call = read_token_call(await _json_body(request))
         answering = self._session(request).answering_tokens(call)
-        return JSONResponse(token_response(request.path_params["session"], await _result(request, answering)))
+        return _json(token_response(request.path_params["session"], await _result(request, answering)))
 
     async def _models(self, request: Request) -> Response:
         session = self._session(request)
-        return JSONResponse({"object": "list", "data": [{**_model(), "root": session.model_path}]})
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tandem", "root": session.model_path}
+        return _json({"object": "list", "data": [model]})
 
     async def _unknown_path(self, request: Request) -> Response:
-        offered = "POST v1/chat/completions, POST inference/v1/generate and GET v1/models below /sessions/<id>"
-        raise RefusedCallError(
-            f"{request.method} {request.url.path:.200} is not served; there are {offered}", status=404
-        )
+        paths = [*(f"v1/{path}" for form in _FORMS for path in form.paths), "inference/v1/generate"]
+        calls = ", ".join(f"POST {path}" for path in paths)
+        told = f"{request.method} {request.url.path:.200} is not served; below /sessions/<id> there are {calls}"
+        raise RefusedCallError(f"{told} and GET v1/models", status=404)
 
     def _session(self, request: Request) -> AgentSession:
         session = self._sessions.get(request.path_params["session"])
         if session is None:
             raise _unknown_session()
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), session.api_key.encode()):
+        if not hmac.compare_digest(_key(request).encode(), session.api_key.encode()):
             told = "the API key is not that of this session; use the `api_key` that `run` was called with"
             raise RefusedCallError(told, status=401, code="invalid_api_key")
         return session
@@ -132,6 +147,12 @@ async def _result(request: Request, answering: asyncio.Task[Answer]) -> Answer:
         answering.cancel()
 
 
+def _key(request: Request) -> str:
+    """As Anthropic's clients or as OpenAI's send it."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else "")
+
+
 def _unknown_session() -> RefusedCallError:
     told = "this sampler has no such session: it has ended, or is one of another run; use the `base_url` of `run`"
     return RefusedCallError(told, status=404, code="session_not_found")
@@ -139,14 +160,18 @@ def _unknown_session() -> RefusedCallError:
 
 async def _refusal(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedCallError), "the handler of this class"
-    return JSONResponse(error.body, error.status)
+    return _json(openai_error(error), error.status)
 
 
 async def _client_closed(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED)
 
 
-async def _json_body(request: Request) -> object:
+def _json(value: JsonObject, status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")  # it may repeat NaN of the request
+
+
+async def _json_body(request: Request) -> JsonObject:
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -159,42 +184,11 @@ async def _json_body(request: Request) -> object:
         raise RefusedCallError("the request did not arrive in time", status=408) from None
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the request is not JSON: {error}"[:200]) from None
+    if not isinstance(value, dict):
+        raise RefusedCallError("the request is no JSON object")
     return value
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _model() -> JsonObject:
-    return {"id": _MODEL, "object": "model", "created": 0, "owned_by": "tandem"}
-
-
-def _completion(session: str, call: ChatCall, answer: ChatAnswer) -> Response:
-    message = dict(answer.message)
-    if message.get("tool_calls"):
-        message["content"] = message["content"] or None
-    num_prompt, num_sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
-    common = {"id": f"chatcmpl-{session}-{answer.turn}", "created": int(time.time()), "model": call.model or _MODEL}
-    if not call.stream:
-        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        return JSONResponse({**common, "object": "chat.completion", "choices": [choice], "usage": usage})
-    return Response(
-        _events(common, message, answer, usage if call.stream_usage else None), media_type="text/event-stream"
-    )
-
-
-def _events(common: JsonObject, message: JsonObject, answer: ChatAnswer, usage: JsonObject | None) -> str:
-    """The answer as server-sent events: the whole message, why it ended, and the usage if it is wanted."""
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    delta = {**message, **({"tool_calls": calls} if calls else {})}
-    choices: list[list[JsonObject]] = [
-        [{"index": 0, "delta": delta, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}],
-    ]
-    chunks = [{**common, "object": "chat.completion.chunk", "choices": choice} for choice in choices]
-    if usage is not None:
-        chunks.append({**common, "object": "chat.completion.chunk", "choices": [], "usage": usage})
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"

@@ -3,79 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tandem.protos.contracts import AgentResult
 from tandem.protos.types import SamplingParameters, Trajectory
-from tandem.rollout.environments.agent_session import AgentSession
-from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.services.data.chat import ChatEncoder
-from tandem.services.rollout.episodes import EpisodeEncoder
-from tandem.services.rollout.openai_proxy import OpenAIProxy
+from tests.support.agent_sessions import Served, served
 from tests.support.agents import TOOL, client_of
-from tests.support.episodes import (
-    PROMPT,
-    SAMPLING,
-    ScriptedSampler,
-    chat_encoder,
-    prompt_of,
-    sampled_parts,
-    texts_of,
-    tokenizer,
-)
+from tests.support.episodes import PROMPT, chat_encoder, sampled_parts, texts_of, tokenizer
 from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model
 
-AGENT = "tests.support.agents:Scripted"
-SILENT = "tests.support.environments:SilentAgent"
 USER = {"role": "user", "content": "go on"}
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return chat_encoder(tmp_path_factory.mktemp("model"))
-
-
-class Served:
-    """A session on a served proxy, and its client."""
-
-    def __init__(self, proxy: str, sessions: dict[str, AgentSession], session: AgentSession, name: str) -> None:
-        self.base_url, self.sessions, self.session, self.name = f"{proxy}/sessions/{name}/v1", sessions, session, name
-        sessions[name] = session
-        self.client = client_of(self.base_url, session.api_key)
-
-    async def say(self, *messages: Any, **more: Any) -> Any:
-        answer = await self.client.chat.completions.create(model="any", messages=messages, **more)
-        return answer.choices[0].message.model_dump(exclude_none=True)
-
-    def row(self) -> Trajectory:
-        return self.session.trajectory(AgentResult(1.0))
-
-
-@contextlib.asynccontextmanager
-async def served(
-    encoder: ChatEncoder,
-    words: Callable[[int], Sequence[str]],
-    number: int = 1,
-    sampling: SamplingParameters = SAMPLING,
-    stops_at: tuple[int, int] | None = None,
-    **config: Any,
-) -> AsyncIterator[list[Served]]:
-    """Sessions of the trajectories 0 … number − 1."""
-    sessions: dict[str, AgentSession] = {}
-    settings, sampler = EnvironmentConfig(path=AGENT, **config), ScriptedSampler(words, stops_at=stops_at)
-    async with OpenAIProxy(sessions).serving() as address, contextlib.AsyncExitStack() as stack:
-        found = []
-        for row in range(number):
-            session = AgentSession(sampler, EpisodeEncoder(encoder), settings, prompt_of(), sampling, row)
-            found.append(Served(address, sessions, session, f"session-{row}"))
-            stack.push_async_callback(found[-1].client.close)
-        yield found
 
 
 def test_a_conversation_continues_with_the_tokens_that_were_sampled(encoder: ChatEncoder) -> None:
@@ -195,8 +141,8 @@ def test_a_wrong_key_and_unknown_sessions_and_paths_are_refused(encoder: ChatEnc
             assert [model.id async for model in one.client.models.list()] == ["policy"]
             with pytest.raises(openai.NotFoundError, match=r"PUT .*models is not served"):
                 await one.client.put("/models", cast_to=object)
-            with pytest.raises(openai.NotFoundError, match=r"POST .*responses is not served"):
-                await one.client.responses.create(model="any", input="?")
+            with pytest.raises(openai.NotFoundError, match=r"POST .*embeddings is not served"):
+                await one.client.embeddings.create(model="any", input="?")
             del one.sessions[one.name]
             with pytest.raises(openai.NotFoundError, match="has ended, or is one of another run") as ended:
                 await one.say(USER)
