@@ -2,7 +2,7 @@
 
 The command sees Python with its installed packages, and the given files and folders, all read-only. It starts in the
 present folder and may write only in an empty one, which `HOME` and `TMPDIR` name. There is no network. Standard input
-and output stay; if there is no sandbox, `{"error": …}` is written and the exit code is 1.
+and output stay; if there is no sandbox, or a socket in it, `{"error": …}` is written and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tandem.reward.sandbox.inside.zygote import WORK_FOLDER
 from tandem.reward.sandbox.launcher import (
@@ -32,12 +33,25 @@ def main(arguments: Sequence[str]) -> int:
     paths, command = arguments[:split], arguments[split + 1 :]
     environment = {**os.environ, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER}
     try:
+        check_no_socket(paths)
         prefix = sandbox_prefix(paths, os.getcwd())
         _try(prefix, environment)
     except SandboxError as error:
-        sys.stdout.write(json.dumps({"error": f"there is no sandbox here: {error}"}) + "\n")
+        sys.stdout.write(json.dumps({"error": f"in the sandbox: {error}"}) + "\n")
         return 1
     os.execve(prefix[0], [*prefix, *command], environment)
+
+
+def check_no_socket(paths: Sequence[str]) -> None:
+    """Raises SandboxError if a socket, such as that of a run's Redis, is below one of the paths: a program could
+    connect to it, read-only or not.
+    """
+    for path in paths:
+        for folder, _, names in os.walk(path):
+            for name in names:
+                if Path(folder, name).is_socket():
+                    told = f"{folder}/{name} is a socket that programs in it could use"
+                    raise SandboxError(f"{told}; keep what they may see apart from runs")
 
 
 def sandbox_prefix(paths: Sequence[str], folder: str) -> list[str]:

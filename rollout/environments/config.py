@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tandem.protos.options import Options
 
-PYTHON_TOOL = "python"
+PYTHON = "python"
 """How `environment.tools` names the tool that runs programs."""
 TOOL_ENVIRONMENT = "tandem.rollout.environments.tools.environment:ToolEnvironment"
 
@@ -123,7 +123,7 @@ class EnvironmentConfig(Options):
 
     @model_validator(mode="after")
     def _can_be_sandboxed(self) -> EnvironmentConfig:
-        if self.sandbox and PYTHON_TOOL in self.tools:
+        if self.sandbox and PYTHON in self.tools:
             raise ValueError("sandbox: the tool python makes sandboxes of its own; leave sandbox out")
         if self.sandbox and self.interpreter:
             raise ValueError("sandbox: only Tandem's own Python is in it; leave sandbox or interpreter out")

@@ -13,12 +13,13 @@ from itertools import groupby
 from pydantic import ValidationError
 
 from tandem.protos.contracts import JsonObject, Message, Observation, Resume, StepResult, ToolOutcome
+from tandem.rollout.environments.config import PYTHON
 from tandem.rollout.environments.loading import ContractError
 from tandem.rollout.environments.tools.effects import KEY
 from tandem.rollout.environments.tools.forked_call import CrashError, RaisedError
 from tandem.rollout.environments.tools.function_schema import ArgumentError
 from tandem.rollout.environments.tools.outcomes import RESULT, InvalidCall, ToolError
-from tandem.rollout.environments.tools.python_tool import PYTHON, PythonConfig
+from tandem.rollout.environments.tools.python_tool import PythonConfig
 from tandem.rollout.environments.tools.sources import load_tools
 from tandem.rollout.environments.tools.tool import Instance, Tool, ToolResult, shortened
 

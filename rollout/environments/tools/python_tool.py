@@ -18,15 +18,12 @@ from pydantic import Field
 from tandem.protos.child_environment import child_environment
 from tandem.protos.contracts import JsonObject
 from tandem.protos.options import Options
-from tandem.rollout.environments.config import PYTHON_TOOL
+from tandem.rollout.environments.config import PYTHON
 from tandem.rollout.environments.line_calls import LineCalls
 from tandem.rollout.environments.loading import ContractError
 from tandem.rollout.environments.tools.forked_call import CrashError, RaisedError
 from tandem.rollout.environments.tools.schema_arguments import SchemaArguments
 from tandem.rollout.environments.tools.tool import Instance, Tool, ToolResult, shortened
-
-PYTHON = PYTHON_TOOL
-"""Its name."""
 
 _ENDED = f"{PYTHON}: the process of its sandboxes has ended"
 _START_SECONDS = 45.0

@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import cast
 
 from tandem.protos.contracts import JsonObject
+from tandem.rollout.environments.config import PYTHON
 from tandem.rollout.environments.loading import ContractError, described, load_module
 from tandem.rollout.environments.tools.effects import KEY, declared_effect
 from tandem.rollout.environments.tools.function_schema import FunctionArguments
 from tandem.rollout.environments.tools.mcp_servers import load_mcp_tools
-from tandem.rollout.environments.tools.python_tool import PYTHON, PythonConfig, load_python_tool
+from tandem.rollout.environments.tools.python_tool import PythonConfig, load_python_tool
 from tandem.rollout.environments.tools.schema_arguments import SchemaArguments
 from tandem.rollout.environments.tools.tool import ClassTool, FunctionTool, Tool, VerlTool
 from tandem.rollout.environments.tools.verl_interface import offer_verl_interface

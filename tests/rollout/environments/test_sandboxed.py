@@ -120,6 +120,18 @@ def test_an_environment_reads_its_own_files_and_nothing_else_and_reaches_no_netw
         assert seen["secret"] and seen["network"] and seen["write"], "the attempts work where nothing hinders them"
 
 
+def test_a_socket_beside_the_class_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only mount does not keep a program from connecting to it."""
+    (tmp_path / "prying.py").write_text(PRYING)
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    config = EnvironmentConfig(path=f"{tmp_path}/prying.py:Prying", arguments={"corpus": ""}, sandbox=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("redis.sock")
+        with pytest.raises(ConfigError, match=r"run/redis\.sock is a socket .*; keep what they may see apart"):
+            asyncio.run(EnvironmentPool(config).start())
+
+
 def test_it_ends_with_a_sampler_that_is_killed() -> None:
     sampler = subprocess.Popen([sys.executable, "-c", SAMPLER], cwd=ROOT, stdout=subprocess.PIPE)
     assert sampler.stdout is not None and sampler.stdout.readline() == b"begun\n"
