@@ -84,7 +84,7 @@ def _measure(redis_url: str, name: str, scenario: Scenario, calm: Any) -> dict[s
     return {
         "scenario": name,
         "distance": round(distance(lengths, calm), 4),
-        "critical_distance_1_percent": round(critical_distance(lengths, calm), 4),
+        "critical_distance": round(critical_distance(lengths, calm), 4),
         "mean_length": round(float(lengths.mean()), 1),
         "mean_length_calm": round(float(calm.mean()), 1),
         "samplers_ended": samplers.num_ended,

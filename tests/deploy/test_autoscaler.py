@@ -21,7 +21,7 @@ def starving_run(folder: Path, mode: str) -> WholeRun:
     """A run whose trainer waits for its only sampler most of the time."""
     return WholeRun(
         folder,
-        run={"total_batches": 1000},
+        run={"total_batches": 100_000},
         rollout={"engine": "transformers", "max_response_tokens": 64, "max_groups_in_flight": 1},
         autoscale={"mode": mode, "max_samplers": 2, "cooldown_seconds": 5.0, "trainer_idle": 0.05},
         trainer={"checkpoint_every": 100},

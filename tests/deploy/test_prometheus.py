@@ -135,7 +135,7 @@ def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path
     needed("prometheus")
     certificates = tmp_path / "certificates"
     write_certificates(certificates, [], 30)
-    options = {"total_batches": 1000, "metrics_port": FIRST_PORT, "certificates": str(certificates)}
+    options = {"total_batches": 100_000, "metrics_port": FIRST_PORT, "certificates": str(certificates)}
     run = WholeRun(
         tmp_path,
         run=options,

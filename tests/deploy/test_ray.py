@@ -42,7 +42,7 @@ class RayRun(WholeRun):
 
     def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
         rollout = {"engine": "transformers", **sections.pop("rollout", {})}
-        super().__init__(folder, run={"total_batches": 1000}, rollout=rollout, **sections)
+        super().__init__(folder, run={"total_batches": 100_000}, rollout=rollout, **sections)
         self.mark = uuid.uuid4().hex
 
     def launch(self, *arguments: str) -> subprocess.Popen[str]:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 
 @pytest.mark.timeout(300)
 def test_a_sampler_joins_a_running_run_and_leaves_it(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, run={"total_batches": 1000})
+    run = WholeRun(tmp_path, run={"total_batches": 100_000})
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
     asked_at, began = len(run.metrics()), time.monotonic()

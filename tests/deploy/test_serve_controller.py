@@ -30,7 +30,7 @@ def test_a_run_started_by_hand_is_steered_and_all_its_services_end_with_it(tmp_p
         redis_url = stack.enter_context(running_redis(tmp_path / "redis"))
         run = WholeRun(
             tmp_path,
-            run={"total_batches": 1000, "redis_url": redis_url},
+            run={"total_batches": 100_000, "redis_url": redis_url},
             rollout={"engine": "transformers", "max_response_tokens": 32},
             trainer={"checkpoint_every": 100},
         )
