@@ -31,7 +31,7 @@ END_SECONDS = 1.5
 """Lifetime of a sampler, if the scenario ends it."""
 TOKENS_PER_SECOND = 700.0
 """Of one answer: the longest take 5.7 s, the mean 0.4 s."""
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 240.0
 
 Lengths = NDArray[np.int64]
 

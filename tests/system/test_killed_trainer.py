@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tup
     return weights_of(recipe)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_trainer_killed_at_random_moments_changes_no_bit_of_the_weights(
     tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], seed: int

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.timed_engine import CALM, EndingSamplers, Lengths, Scenario, critical_distance, distance
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 Runs = dict[str, tuple[EndingSamplers, Lengths]]
 
