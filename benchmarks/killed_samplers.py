@@ -2,7 +2,7 @@
 
     python benchmarks/killed_samplers.py [--output benchmarks/records/killed_samplers.json]
 
-The real service samples 4,000 prompts, one answer each, from a simulated engine whose answers last 0.4 s in the mean
+The real service samples 2,000 prompts, one answer each, from a simulated engine whose answers last 0.4 s in the mean
 and 5.7 s at most. Each sampler ends after 1.5 s, and in most scenarios the next one has other weights, which give other
 answers whose lengths have the same distribution. Every scenario is compared with a calm run by the Kolmogorov–Smirnov
 distance of the lengths. The bytes and the time of a save are those of one group of 8 unfinished answers.
@@ -84,7 +84,7 @@ def _measure(redis_url: str, name: str, scenario: Scenario, calm: Any) -> dict[s
     return {
         "scenario": name,
         "distance": round(distance(lengths, calm), 4),
-        "critical_distance": round(critical_distance(lengths, calm), 4),
+        "critical_distance_1_percent": round(critical_distance(lengths, calm), 4),
         "mean_length": round(float(lengths.mean()), 1),
         "mean_length_calm": round(float(calm.mean()), 1),
         "samplers_ended": samplers.num_ended,
