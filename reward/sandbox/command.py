@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from tandem.reward.sandbox.inside.zygote import WORK_FOLDER
@@ -43,15 +44,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_no_socket(paths: Sequence[str]) -> None:
-    """Raises SandboxError if a socket, such as that of a run's Redis, is below one of the paths: a program could
+    """Raises SandboxError if a path, or a file below it, is a socket, such as that of a run's Redis: a program could
     connect to it, read-only or not.
     """
     for path in paths:
-        for folder, _, names in os.walk(path):
-            for name in names:
-                if Path(folder, name).is_socket():
-                    told = f"{folder}/{name} is a socket that programs in it could use"
-                    raise SandboxError(f"{told}; keep what they may see apart from runs")
+        below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        for file in chain([Path(path)], below):
+            if file.is_socket():
+                told = f"{file} is a socket that programs in it could use"
+                raise SandboxError(f"{told}; keep what they may see apart from runs")
 
 
 def sandbox_prefix(paths: Sequence[str], folder: str) -> list[str]:

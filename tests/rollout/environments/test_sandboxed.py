@@ -132,6 +132,18 @@ def test_a_socket_beside_the_class_is_refused(tmp_path: Path, monkeypatch: pytes
             asyncio.run(EnvironmentPool(config).start())
 
 
+def test_a_socket_among_the_sandbox_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class" / "prying.py").write_text(PRYING)
+    monkeypatch.chdir(tmp_path)
+    path = f"{tmp_path}/class/prying.py:Prying"
+    config = EnvironmentConfig(path=path, arguments={"corpus": ""}, sandbox=True, sandbox_files=("redis.sock",))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("redis.sock")
+        with pytest.raises(ConfigError, match=r"redis\.sock is a socket .*; keep what they may see apart"):
+            asyncio.run(EnvironmentPool(config).start())
+
+
 def test_it_ends_with_a_sampler_that_is_killed() -> None:
     sampler = subprocess.Popen([sys.executable, "-c", SAMPLER], cwd=ROOT, stdout=subprocess.PIPE)
     assert sampler.stdout is not None and sampler.stdout.readline() == b"begun\n"
