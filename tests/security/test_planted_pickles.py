@@ -79,7 +79,13 @@ def test_a_checkpoint_is_read_back_whatever_python_wrote_it(
     engine = engines.engine_of(model, config)
     engines.policy_step(engine, engines.make_micro_batches())
     engines.save({"engine": engine}, tmp_path / "000002", config)
+    saved = {name: weight.clone() for name, weight in engines.weights_of(engine).items()}
+    engines.policy_step(engine, engines.make_micro_batches())
+    changed = engines.weights_of(engine)
+    assert not all(torch.equal(changed[name], weight) for name, weight in saved.items())
     engines.load({"engine": engine}, tmp_path / "000002", config)
+    loaded = engines.weights_of(engine)
+    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
     engine.close()
 
 
