@@ -26,7 +26,7 @@ CREDITS = 20
 def run(tmp_path: Path) -> Iterator[WholeRun]:
     made = WholeRun(
         tmp_path,
-        run={"total_batches": 2000},
+        run={"total_batches": 100_000},
         rollout={"engine": "transformers", "max_response_tokens": 32, "max_groups_in_flight": 4},
         trainer={"checkpoint_every": 20, "num_ranks": 2},
     )

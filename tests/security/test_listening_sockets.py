@@ -73,7 +73,7 @@ def sockets() -> Iterator[OpenSockets]:
     """The sockets of a run that goes on while and after the tests try them. Its folder is open to all users."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        run = WholeRun(Path(folder), run={"total_batches": 1000})
+        run = WholeRun(Path(folder), run={"total_batches": 100_000})
         supervisor = run.start("run", str(run.recipe))
         try:
             run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
