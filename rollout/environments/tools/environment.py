@@ -23,7 +23,7 @@ from tandem.rollout.environments.tools.python_tool import PythonConfig
 from tandem.rollout.environments.tools.sources import load_tools
 from tandem.rollout.environments.tools.tool import Instance, Tool, ToolResult, shortened
 
-_RESERVE_SECONDS = 2.0  # of a step, for what is not the tools' time; a quarter of a short one
+_RESERVE_SECONDS = 5.0  # of a step, for what is not the tools' time; a quarter of a short one
 _MAX_TURN_CALLS = 64
 _MAX_TURN_CHARS = 16_000  # of all results of a turn: a step has at most 256 KiB, and a character up to 12 bytes there
 
