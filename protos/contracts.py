@@ -130,7 +130,8 @@ class Environment(Protocol):
     it (docs/environments.md). A class attribute `resume` says how an interrupted episode goes on (`Resume`); without it
     the episode starts again. With an attribute `tool_schemas`, a list of tools in OpenAI's form, the chat template
     shows them to the policy, and actions have its calls as `tool_calls` (docs/tools.md). Turns that call a tool named
-    in an attribute `unsafe_tools` are never repeated.
+    in an attribute `unsafe_tools` are never repeated. A method `async def final_reward(self) -> float`, if there is
+    one, is called before `close` where a limit ends the episode, and not `step`: the last turn earns that, too.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tandem/protos/environments.proto\x12\ttandem.v1\"\x11\n\x0f\x44\x65scribeRequest\"[\n\rDescribeReply\x12\x0e\n\x06resume\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cunsafe_tools\x18\x04 \x03(\t\"U\n\x0bOpenRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x03\"\x1d\n\tOpenReply\x12\x10\n\x08messages\x18\x01 \x01(\t\"K\n\x0eRestoreRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\x0c\"\x0e\n\x0cRestoreReply\"g\n\x0bStepRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\x1b\n\tStepReply\x12\x0e\n\x06result\x18\x01 \x01(\t\")\n\x0fSnapshotRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\"\x1e\n\rSnapshotReply\x12\r\n\x05state\x18\x01 \x01(\x0c\"&\n\x0c\x43loseRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"+\n\x10HeartbeatRequest\x12\x17\n\x0f\x65nvironment_ids\x18\x01 \x03(\t\"\x10\n\x0eHeartbeatReply\"3\n\x18\x44rainEnvironmentsRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"*\n\x16\x44rainEnvironmentsReply\x12\x10\n\x08num_open\x18\x01 \x01(\x05\x32\x92\x04\n\x12\x45nvironmentService\x12@\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x18.tandem.v1.DescribeReply\x12\x34\n\x04Open\x12\x16.tandem.v1.OpenRequest\x1a\x14.tandem.v1.OpenReply\x12=\n\x07Restore\x12\x19.tandem.v1.RestoreRequest\x1a\x17.tandem.v1.RestoreReply\x12\x34\n\x04Step\x12\x16.tandem.v1.StepRequest\x1a\x14.tandem.v1.StepReply\x12@\n\x08Snapshot\x12\x1a.tandem.v1.SnapshotRequest\x1a\x18.tandem.v1.SnapshotReply\x12\x37\n\x05\x43lose\x12\x17.tandem.v1.CloseRequest\x1a\x15.tandem.v1.CloseReply\x12\x43\n\tHeartbeat\x12\x1b.tandem.v1.HeartbeatRequest\x1a\x19.tandem.v1.HeartbeatReply\x12O\n\x05\x44rain\x12#.tandem.v1.DrainEnvironmentsRequest\x1a!.tandem.v1.DrainEnvironmentsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tandem/protos/environments.proto\x12\ttandem.v1\"\x11\n\x0f\x44\x65scribeRequest\"[\n\rDescribeReply\x12\x0e\n\x06resume\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cunsafe_tools\x18\x04 \x03(\t\"U\n\x0bOpenRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x03\"\x1d\n\tOpenReply\x12\x10\n\x08messages\x18\x01 \x01(\t\"K\n\x0eRestoreRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\x0c\"\x0e\n\x0cRestoreReply\"g\n\x0bStepRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\x1b\n\tStepReply\x12\x0e\n\x06result\x18\x01 \x01(\t\")\n\x0fSnapshotRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\"\x1e\n\rSnapshotReply\x12\r\n\x05state\x18\x01 \x01(\x0c\",\n\x12\x46inalRewardRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\"\"\n\x10\x46inalRewardReply\x12\x0e\n\x06reward\x18\x01 \x01(\x01\"&\n\x0c\x43loseRequest\x12\x16\n\x0e\x65nvironment_id\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"+\n\x10HeartbeatRequest\x12\x17\n\x0f\x65nvironment_ids\x18\x01 \x03(\t\"\x10\n\x0eHeartbeatReply\"3\n\x18\x44rainEnvironmentsRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"*\n\x16\x44rainEnvironmentsReply\x12\x10\n\x08num_open\x18\x01 \x01(\x05\x32\xdd\x04\n\x12\x45nvironmentService\x12@\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x18.tandem.v1.DescribeReply\x12\x34\n\x04Open\x12\x16.tandem.v1.OpenRequest\x1a\x14.tandem.v1.OpenReply\x12=\n\x07Restore\x12\x19.tandem.v1.RestoreRequest\x1a\x17.tandem.v1.RestoreReply\x12\x34\n\x04Step\x12\x16.tandem.v1.StepRequest\x1a\x14.tandem.v1.StepReply\x12I\n\x0b\x46inalReward\x12\x1d.tandem.v1.FinalRewardRequest\x1a\x1b.tandem.v1.FinalRewardReply\x12@\n\x08Snapshot\x12\x1a.tandem.v1.SnapshotRequest\x1a\x18.tandem.v1.SnapshotReply\x12\x37\n\x05\x43lose\x12\x17.tandem.v1.CloseRequest\x1a\x15.tandem.v1.CloseReply\x12\x43\n\tHeartbeat\x12\x1b.tandem.v1.HeartbeatRequest\x1a\x19.tandem.v1.HeartbeatReply\x12O\n\x05\x44rain\x12#.tandem.v1.DrainEnvironmentsRequest\x1a!.tandem.v1.DrainEnvironmentsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,18 +51,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTREQUEST']._serialized_end=545
   _globals['_SNAPSHOTREPLY']._serialized_start=547
   _globals['_SNAPSHOTREPLY']._serialized_end=577
-  _globals['_CLOSEREQUEST']._serialized_start=579
-  _globals['_CLOSEREQUEST']._serialized_end=617
-  _globals['_CLOSEREPLY']._serialized_start=619
-  _globals['_CLOSEREPLY']._serialized_end=631
-  _globals['_HEARTBEATREQUEST']._serialized_start=633
-  _globals['_HEARTBEATREQUEST']._serialized_end=676
-  _globals['_HEARTBEATREPLY']._serialized_start=678
-  _globals['_HEARTBEATREPLY']._serialized_end=694
-  _globals['_DRAINENVIRONMENTSREQUEST']._serialized_start=696
-  _globals['_DRAINENVIRONMENTSREQUEST']._serialized_end=747
-  _globals['_DRAINENVIRONMENTSREPLY']._serialized_start=749
-  _globals['_DRAINENVIRONMENTSREPLY']._serialized_end=791
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=794
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1324
+  _globals['_FINALREWARDREQUEST']._serialized_start=579
+  _globals['_FINALREWARDREQUEST']._serialized_end=623
+  _globals['_FINALREWARDREPLY']._serialized_start=625
+  _globals['_FINALREWARDREPLY']._serialized_end=659
+  _globals['_CLOSEREQUEST']._serialized_start=661
+  _globals['_CLOSEREQUEST']._serialized_end=699
+  _globals['_CLOSEREPLY']._serialized_start=701
+  _globals['_CLOSEREPLY']._serialized_end=713
+  _globals['_HEARTBEATREQUEST']._serialized_start=715
+  _globals['_HEARTBEATREQUEST']._serialized_end=758
+  _globals['_HEARTBEATREPLY']._serialized_start=760
+  _globals['_HEARTBEATREPLY']._serialized_end=776
+  _globals['_DRAINENVIRONMENTSREQUEST']._serialized_start=778
+  _globals['_DRAINENVIRONMENTSREQUEST']._serialized_end=829
+  _globals['_DRAINENVIRONMENTSREPLY']._serialized_start=831
+  _globals['_DRAINENVIRONMENTSREPLY']._serialized_end=873
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=876
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1481
 # @@protoc_insertion_point(module_scope)

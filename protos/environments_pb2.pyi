@@ -84,6 +84,18 @@ class SnapshotReply(_message.Message):
     state: bytes
     def __init__(self, state: _Optional[bytes] = ...) -> None: ...
 
+class FinalRewardRequest(_message.Message):
+    __slots__ = ("environment_id",)
+    ENVIRONMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    environment_id: str
+    def __init__(self, environment_id: _Optional[str] = ...) -> None: ...
+
+class FinalRewardReply(_message.Message):
+    __slots__ = ("reward",)
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    def __init__(self, reward: _Optional[float] = ...) -> None: ...
+
 class CloseRequest(_message.Message):
     __slots__ = ("environment_id",)
     ENVIRONMENT_ID_FIELD_NUMBER: _ClassVar[int]

@@ -57,6 +57,11 @@ class EnvironmentServiceStub:
                 request_serializer=tandem_dot_protos_dot_environments__pb2.StepRequest.SerializeToString,
                 response_deserializer=tandem_dot_protos_dot_environments__pb2.StepReply.FromString,
                 _registered_method=True)
+        self.FinalReward = channel.unary_unary(
+                '/tandem.v1.EnvironmentService/FinalReward',
+                request_serializer=tandem_dot_protos_dot_environments__pb2.FinalRewardRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_environments__pb2.FinalRewardReply.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/tandem.v1.EnvironmentService/Snapshot',
                 request_serializer=tandem_dot_protos_dot_environments__pb2.SnapshotRequest.SerializeToString,
@@ -112,6 +117,13 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FinalReward(self, request, context):
+        """Where a limit ends the episode: what its last turn earns besides, 0 if the class has no `final_reward`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -162,6 +174,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=tandem_dot_protos_dot_environments__pb2.StepRequest.FromString,
                     response_serializer=tandem_dot_protos_dot_environments__pb2.StepReply.SerializeToString,
+            ),
+            'FinalReward': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinalReward,
+                    request_deserializer=tandem_dot_protos_dot_environments__pb2.FinalRewardRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_environments__pb2.FinalRewardReply.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -295,6 +312,33 @@ class EnvironmentService:
             '/tandem.v1.EnvironmentService/Step',
             tandem_dot_protos_dot_environments__pb2.StepRequest.SerializeToString,
             tandem_dot_protos_dot_environments__pb2.StepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinalReward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.EnvironmentService/FinalReward',
+            tandem_dot_protos_dot_environments__pb2.FinalRewardRequest.SerializeToString,
+            tandem_dot_protos_dot_environments__pb2.FinalRewardReply.FromString,
             options,
             channel_credentials,
             insecure,

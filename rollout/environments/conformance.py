@@ -17,7 +17,7 @@ from typing import cast
 
 from tandem.protos.contracts import JsonObject, SnapshotEnvironment
 from tandem.rollout.environments.checked_episode import CheckedClass, CheckError, Episode, first_difference, played
-from tandem.rollout.environments.inside import checked_snapshot, taken_pipes
+from tandem.rollout.environments.inside import checked_final_reward, checked_snapshot, taken_pipes
 from tandem.rollout.environments.leaks import growth, held
 
 _SEEDS = (0, 1, 2**31 - 1)
@@ -43,6 +43,13 @@ async def _contract(checked: CheckedClass, _given: JsonObject) -> JsonObject:
     _bind(environment.step, {}, deadline=0.0, idempotency_key="")
     _bind(environment.close)
     await played(checked)
+    if (final_reward := getattr(environment, "final_reward", None)) is not None:
+        _bind(final_reward)
+        episode = Episode(checked)
+        await episode.reset()
+        await episode.step()
+        await checked.call("final_reward", partial(checked_final_reward, episode.environment))
+        await episode.close()
     return {"has_snapshot": bool(has)}
 
 

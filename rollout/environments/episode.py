@@ -16,9 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import numpy as np
-
-from tandem.protos.contracts import Environment, Message, SnapshotEnvironment, StepResult
+from tandem.protos.contracts import Environment, Message, StepResult
 from tandem.protos.errors import EpisodeError, UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters, Trajectory, task_of
 from tandem.rollout.environments.chat_messages import for_template
@@ -30,9 +28,9 @@ from tandem.rollout.environments.intents import (
     check_repeatable,
     unscored_row,
 )
-from tandem.rollout.environments.journal import Episode, saved_episode, unfinished_row
+from tandem.rollout.environments.journal import Episode, finished_row, saved_episode, unfinished_row
 from tandem.rollout.environments.limits import (
-    LENGTH_STOPS,
+    LIMITS,
     STOPS,
     Limits,
     Stop,
@@ -41,7 +39,7 @@ from tandem.rollout.environments.limits import (
     longest_turn,
     with_policy,
 )
-from tandem.rollout.environments.source import EnvironmentSource
+from tandem.rollout.environments.source import EnvironmentSource, OpenEnvironment
 from tandem.rollout.environments.tools.outcomes import ToolFigures
 from tandem.rollout.environments.turn_encoder import TurnEncoder
 from tandem.rollout.sampler import Sampler
@@ -183,7 +181,7 @@ class EpisodeSampler:
             return await self._play(environment, episode, running)
 
     @contextlib.asynccontextmanager
-    async def _opened(self, episode_id: str) -> AsyncIterator[SnapshotEnvironment]:
+    async def _opened(self, episode_id: str) -> AsyncIterator[OpenEnvironment]:
         environment = await self._pool.open(episode_id)
         try:
             yield environment
@@ -191,7 +189,7 @@ class EpisodeSampler:
             with contextlib.suppress(EpisodeError):  # what it did is known; its process frees the rest
                 await environment.close()
 
-    async def _begin(self, environment: SnapshotEnvironment, prompt: Prompt, episode_id: str) -> Episode:
+    async def _begin(self, environment: OpenEnvironment, prompt: Prompt, episode_id: str) -> Episode:
         observation = await environment.reset(task_of(prompt), seed=self._seed_of(prompt), episode_id=episode_id)
         messages = [*prompt.messages, *observation.messages]
         is_prompt = not observation.messages and not self._encoder.shows_tools
@@ -203,10 +201,10 @@ class EpisodeSampler:
     def _seed_of(self, prompt: Prompt) -> int:
         return environment_seed(self._seed, prompt.group_id)
 
-    async def _snapshot(self, environment: SnapshotEnvironment) -> bytes | None:
+    async def _snapshot(self, environment: OpenEnvironment) -> bytes | None:
         return await environment.snapshot() if self._pool.resume == "snapshot" else None
 
-    async def _go_back(self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode) -> bool:
+    async def _go_back(self, environment: OpenEnvironment, episode: Episode, running: RunningEpisode) -> bool:
         """Brings a new environment to where the episode is. Returns False if it cannot or shows something else."""
         how, words = self._pool.resume, (running.name, len(episode.rewards))
         if how == "replay" and not await self._repeats(environment, episode, running.prompt):
@@ -244,7 +242,7 @@ class EpisodeSampler:
         self.tools.add(result.tool_outcomes)
         return result
 
-    async def _play(self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode) -> Trajectory:
+    async def _play(self, environment: OpenEnvironment, episode: Episode, running: RunningEpisode) -> Trajectory:
         """Plays the episode to its end."""
         if self._pool.resume != "restart":
             running.episode = episode
@@ -253,7 +251,19 @@ class EpisodeSampler:
             if running.episode is not None:
                 running.on_change()
         running.episode = None  # it has ended
-        return self._ended(self._trajectory(episode, stop, running.sampling, running.trajectory_id))
+        if stop in LIMITS and episode.turns:
+            await self._earn_at_limit(environment, episode)
+        return self._ended(finished_row(episode, stop, running.sampling, running.trajectory_id))
+
+    async def _earn_at_limit(self, environment: OpenEnvironment, episode: Episode) -> None:
+        try:
+            reward = await environment.final_reward()
+        except EpisodeError as error:
+            if episode.intents:
+                raise UnrepeatableError(f"{error}, and an unsafe tool was called") from None
+            raise
+        if reward:
+            episode.earn(reward)
 
     def _ended(self, row: Trajectory) -> Trajectory:
         """Counts a trajectory whose episode has ended, and applies the recipe's policy."""
@@ -263,7 +273,7 @@ class EpisodeSampler:
         return row
 
     async def _advance(
-        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
+        self, environment: OpenEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
     ) -> Stop | None:
         """Samples or answers a turn. Returns why the episode ends, None if it goes on."""
         if episode.awaits_answer:
@@ -321,7 +331,7 @@ class EpisodeSampler:
         await running.save(unfinished_row(episode, running.prompt, running.sampling, running.trajectory_id, None))
 
     async def _answer_turn(
-        self, environment: SnapshotEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
+        self, environment: OpenEnvironment, episode: Episode, running: RunningEpisode, limits: Limits
     ) -> Stop | None:
         if calls_one_of(episode.action(len(episode.rewards)), self._pool.unsafe_tools):
             await self._save_intent(episode, running)
@@ -350,32 +360,6 @@ class EpisodeSampler:
             episode.fork(unsampled(self._encoder.encode(conversation)))
         else:
             episode.history = with_given(episode.history, increment)
-
-    def _trajectory(self, episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
-        """What no turn has read is left out."""
-        segments = episode.segments()
-        ends = np.cumsum([len(segment.ids) for segment in segments])
-        rewards = np.zeros(ends[-1], np.float32)
-        for last, reward in episode.rewards:
-            rewards[last] = reward
-        return Trajectory(
-            trajectory_id,
-            "policy",
-            segments,
-            "length" if stop in LENGTH_STOPS else "stop",
-            "\n".join(episode.turns),
-            sampling,
-            earned_reward=float(sum(reward for _, reward in episode.rewards)),
-            metadata={
-                "episode_id": episode.episode_id,
-                "stop": stop,
-                "num_turns": len(episode.turns),
-                "messages": episode.messages,
-                "info": episode.info,
-                "resumed_at": episode.resumed_at,
-            },
-            token_rewards=tuple(np.split(rewards, ends[:-1])) if rewards.any() else None,
-        )
 
 
 def environment_seed(run_seed: int, group_id: str) -> int:

@@ -113,6 +113,8 @@ class _Episodes:
                 return result_fields(result)
             case "snapshot":
                 return {"state": b64encode(await checked_snapshot(self._open[episode_id])).decode()}
+            case "final_reward":
+                return {"reward": await checked_final_reward(self._open[episode_id])}
             case "restore":
                 environment = self._open[episode_id] = self._create()
                 await cast("SnapshotEnvironment", environment).restore(b64decode(message["state"]))
@@ -138,6 +140,12 @@ async def _run(agent: Agent, message: JsonObject) -> JsonObject:
         return {"reward": _checked_reward(info.pop("reward", None), "run"), "info": info}
     except Exception as error:  # user code
         return {"error_of_run": described(error)}
+
+
+async def checked_final_reward(environment: Environment) -> float:
+    """What `final_reward` returns, 0 without that method. Raises ContractError if it is no finite number."""
+    method = getattr(environment, "final_reward", None)
+    return 0.0 if method is None else _checked_reward(await method(), "final_reward")
 
 
 async def checked_snapshot(environment: Environment) -> bytes:

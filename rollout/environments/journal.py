@@ -1,4 +1,4 @@
-"""The state of an episode, and the unfinished trajectory that it is saved as.
+"""The state of an episode, the trajectory that it becomes, and the unfinished one that it is saved as.
 
 An episode is saved between two changes, so that it goes on after the death of its sampler or of its environment's
 process: every sampled token is in it once, and so is every step of the environment.
@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
+
 from tandem.protos.contracts import JsonObject, Message
 from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory
+from tandem.rollout.environments.limits import LENGTH_STOPS, Stop
 from tandem.rollout.segments import first_tokens, without_unread
 
 _KEY = "episode"  # of the metadata of an unfinished trajectory
@@ -76,6 +79,14 @@ class Episode:
         self.earlier.append(without_unread(self.history))
         self.history = prompt
 
+    def earn(self, reward: float) -> None:
+        """By the last turn, after its end."""
+        if not self.awaits_answer:
+            last, before = self.rewards.pop()
+            self.rewards.append((last, before + reward))
+        else:
+            self.rewards.append((self.last_token, reward))
+
     def segments(self) -> tuple[Segment, ...]:
         """All segments. Tokens that no turn of the policy has read are left out."""
         last = (without_unread(self.history),) if self.history.num_loss_tokens else ()
@@ -96,6 +107,33 @@ class Episode:
         """
         action = json.dumps(self.action(turn), sort_keys=True)
         return f"{self.episode_id}/{turn}/{hashlib.blake2b(action.encode(), digest_size=8).hexdigest()}"
+
+
+def finished_row(episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
+    """The episode as a trajectory that has ended. What no turn has read is left out."""
+    segments = episode.segments()
+    ends = np.cumsum([len(segment.ids) for segment in segments])
+    rewards = np.zeros(ends[-1], np.float32)
+    for last, reward in episode.rewards:
+        rewards[last] = reward
+    return Trajectory(
+        trajectory_id,
+        "policy",
+        segments,
+        "length" if stop in LENGTH_STOPS else "stop",
+        "\n".join(episode.turns),
+        sampling,
+        earned_reward=float(sum(reward for _, reward in episode.rewards)),
+        metadata={
+            "episode_id": episode.episode_id,
+            "stop": stop,
+            "num_turns": len(episode.turns),
+            "messages": episode.messages,
+            "info": episode.info,
+            "resumed_at": episode.resumed_at,
+        },
+        token_rewards=tuple(np.split(rewards, ends[:-1])) if rewards.any() else None,
+    )
 
 
 def unfinished_row(

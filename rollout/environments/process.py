@@ -114,7 +114,7 @@ async def check_class(config: EnvironmentConfig) -> frozenset[str]:
 
 
 class RemoteEnvironment:
-    """An environment of one episode, as `tandem.SnapshotEnvironment`, in another process."""
+    """An environment of one episode, as `OpenEnvironment`, in another process."""
 
     def __init__(self, process: _Process, episode_id: str, step_seconds: float) -> None:
         self._process = process
@@ -138,6 +138,10 @@ class RemoteEnvironment:
 
     async def restore(self, state: bytes) -> None:
         await self._call(self._seconds, do="restore", state=b64encode(state).decode())
+
+    async def final_reward(self) -> float:
+        reply = await self._call(self._seconds, do="final_reward")
+        return float(reply["reward"])
 
     async def run(self, data: JsonObject, *, base_url: str, api_key: str) -> AgentResult:
         """Runs an agent, for which the caller sets the time; `end_if_blocked` is then to be called."""

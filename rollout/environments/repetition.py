@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.protos.contracts import Environment, Message
+from tandem.protos.contracts import Message
 from tandem.protos.errors import EpisodeError
 from tandem.protos.types import Prompt, Trajectory, task_of
-from tandem.rollout.environments.limits import NO_STEP_STOPS
+from tandem.rollout.environments.limits import LIMITS, NO_STEP_STOPS
+from tandem.rollout.environments.source import OpenEnvironment
 
 _SHOWN_CHARACTERS = 200
 _ENDS = ("terminated", "truncated")
@@ -32,7 +33,13 @@ class ObservationDifference:
 
 
 async def first_other_observation(
-    environment: Environment, prompt: Prompt, recorded: Trajectory, *, seed: int, episode_id: str, step_seconds: float
+    environment: OpenEnvironment,
+    prompt: Prompt,
+    recorded: Trajectory,
+    *,
+    seed: int,
+    episode_id: str,
+    step_seconds: float,
 ) -> ObservationDifference | None:
     """Repeats the episode and compares messages, end and sum of the rewards. `info` is not compared."""
     num_turns, stop = recorded.metadata["num_turns"], recorded.metadata["stop"]
@@ -51,6 +58,8 @@ async def first_other_observation(
             expected = stop if turn == num_turns and stop in _ENDS else "no end"
             if ended != expected:
                 return ObservationDifference(turn, expected, ended)
+        if stop in LIMITS and other is None and num_turns:
+            earned += await environment.final_reward()
     except EpisodeError as error:
         return ObservationDifference(turn, "an answer", f"a failure ({error})")
     if other is not None:

@@ -8,6 +8,14 @@ from typing import Protocol
 from tandem.protos.contracts import JsonObject, Resume, SnapshotEnvironment
 
 
+class OpenEnvironment(SnapshotEnvironment, Protocol):
+    """An environment of one episode, as a sampler has it."""
+
+    async def final_reward(self) -> float:
+        """What the last turn earns besides where a limit ends the episode; 0 if the class has no such method."""
+        ...
+
+
 class EnvironmentSource(Protocol):
     """Makes environments of one class. All methods belong to one event loop."""
 
@@ -30,7 +38,7 @@ class EnvironmentSource(Protocol):
         """Raises ConfigError if the class cannot be used, EpisodeError or UnavailableError if nothing can run it."""
         ...
 
-    async def open(self, episode_id: str) -> SnapshotEnvironment:
+    async def open(self, episode_id: str) -> OpenEnvironment:
         """An environment for one episode, whose calls raise EpisodeError. Raises EpisodeError if there is none."""
         ...
 

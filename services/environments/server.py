@@ -17,9 +17,9 @@ from typing import TypeVar
 import grpc
 
 from tandem.protos import environments_pb2, environments_pb2_grpc
-from tandem.protos.contracts import JsonObject, SnapshotEnvironment
+from tandem.protos.contracts import JsonObject
 from tandem.protos.errors import DataError, EpisodeError
-from tandem.rollout.environments.source import EnvironmentSource
+from tandem.rollout.environments.source import EnvironmentSource, OpenEnvironment
 from tandem.services.rpc.limits import RpcLimits
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,14 @@ class Figures:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An environment, the start of its episode, and its last step."""
+    """An environment, the start of its episode, its last step, and its reward at the end."""
 
     episode_id: str
-    environment: SnapshotEnvironment | None = None
+    environment: OpenEnvironment | None = None
     beginning: asyncio.Task[str] | None = None
     step_key: str = ""
     step: asyncio.Task[str] | None = None
+    final_reward: asyncio.Task[str] | None = None
     last_look: int = 0
     """Number of the last look for ended leases at which this one has not ended."""
 
@@ -103,7 +104,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
     async def Open(self, request: environments_pb2.OpenRequest, context: Context) -> environments_pb2.OpenReply:
         task = _read_object("task", request.task)
 
-        async def reset(environment: SnapshotEnvironment) -> str:
+        async def reset(environment: OpenEnvironment) -> str:
             observation = await environment.reset(task, seed=request.seed, episode_id=request.episode_id)
             return json.dumps([dict(message) for message in observation.messages])
 
@@ -113,7 +114,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
     async def Restore(
         self, request: environments_pb2.RestoreRequest, context: Context
     ) -> environments_pb2.RestoreReply:
-        async def restore(environment: SnapshotEnvironment) -> str:
+        async def restore(environment: OpenEnvironment) -> str:
             await environment.restore(request.state)
             return ""
 
@@ -134,6 +135,14 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
             held.step_key = request.idempotency_key
             held.step = _task(self._step(environment, action, request.idempotency_key, request.timeout_seconds))
         return environments_pb2.StepReply(result=await _result_of(held.step))
+
+    async def FinalReward(
+        self, request: environments_pb2.FinalRewardRequest, context: Context
+    ) -> environments_pb2.FinalRewardReply:
+        held = self._known(request.environment_id)
+        if held.final_reward is None:
+            held.final_reward = _task(_final_reward(_begun(held)))
+        return environments_pb2.FinalRewardReply(reward=float(await _result_of(held.final_reward)))
 
     async def Snapshot(
         self, request: environments_pb2.SnapshotRequest, context: Context
@@ -182,7 +191,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
             await asyncio.gather(*(self._close_orphan(name) for name in orphans))
 
     async def _begin(
-        self, environment_id: str, episode_id: str, begin: Callable[[SnapshotEnvironment], Awaitable[str]]
+        self, environment_id: str, episode_id: str, begin: Callable[[OpenEnvironment], Awaitable[str]]
     ) -> str:
         if environment_id not in self._held:
             if not environment_id or not episode_id:
@@ -196,7 +205,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
         assert held.beginning is not None, "it began with the call that made it known"
         return await _result_of(held.beginning)
 
-    async def _make(self, held: _Held, earlier: str, begin: Callable[[SnapshotEnvironment], Awaitable[str]]) -> str:
+    async def _make(self, held: _Held, earlier: str, begin: Callable[[OpenEnvironment], Awaitable[str]]) -> str:
         try:
             await self._close(earlier)
         except EpisodeError as error:
@@ -204,7 +213,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
         held.environment = await self._source.open(held.episode_id)
         return await begin(held.environment)
 
-    async def _step(self, environment: SnapshotEnvironment, action: JsonObject, key: str, seconds: float) -> str:
+    async def _step(self, environment: OpenEnvironment, action: JsonObject, key: str, seconds: float) -> str:
         self.figures.steps += 1
         result = await environment.step(action, deadline=time.time() + seconds, idempotency_key=key)
         return json.dumps(asdict(result))
@@ -225,7 +234,7 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
             return
         if self._of_episode.get(held.episode_id) == environment_id:
             del self._of_episode[held.episode_id]
-        for task in (held.beginning, held.step):
+        for task in (held.beginning, held.step, held.final_reward):
             if task is not None:
                 task.cancel()
         if held.environment is not None:
@@ -242,7 +251,11 @@ class EnvironmentServicer(environments_pb2_grpc.EnvironmentServiceServicer):
         return held
 
 
-def _begun(held: _Held) -> SnapshotEnvironment:
+async def _final_reward(environment: OpenEnvironment) -> str:
+    return repr(await environment.final_reward())
+
+
+def _begun(held: _Held) -> OpenEnvironment:
     if held.environment is None or held.beginning is None or not held.beginning.done():
         raise EpisodeError(f"episode {held.episode_id}: it has not begun yet")
     return held.environment

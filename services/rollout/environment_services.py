@@ -216,7 +216,7 @@ class EnvironmentServices:
 
 
 class ServedEnvironment:
-    """An environment of one episode, as `tandem.SnapshotEnvironment`, in a service."""
+    """An environment of one episode, as `OpenEnvironment`, in a service."""
 
     def __init__(self, replica: _Replica, episode_id: str, step_seconds: float) -> None:
         self._replica = replica
@@ -242,6 +242,11 @@ class ServedEnvironment:
         )
         reply = await self._replica.call(self._replica.stub.Step, request, seconds + _MARGIN_SECONDS)
         return StepResult(**json.loads(reply.result))
+
+    async def final_reward(self) -> float:
+        request = environments_pb2.FinalRewardRequest(environment_id=self._id)
+        reply = await self._replica.call(self._replica.stub.FinalReward, request, self._seconds + _MARGIN_SECONDS)
+        return float(reply.reward)
 
     async def snapshot(self) -> bytes:
         request = environments_pb2.SnapshotRequest(environment_id=self._id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,3 +50,20 @@ class Scripted:
         while True:
             message = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
             messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "?"}]
+
+    async def rewriting(self, client: openai.AsyncOpenAI, messages: list[Any]) -> Mapping[str, Any]:
+        """Two turns, then one after a summary of the first, and one of a sub-agent at the same time."""
+
+        async def said(*asked: Any) -> tuple[str, int]:
+            answer = await client.chat.completions.create(model="any", messages=[*messages, *asked])
+            assert answer.usage is not None
+            return answer.choices[0].message.content or "", answer.usage.completion_tokens
+
+        def after(text: str) -> list[Any]:
+            return [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+
+        first, first_tokens = await said()
+        second, second_tokens = await said(*after(first))
+        rest = await asyncio.gather(said(*after(f"{first[:2]}..")), said({"role": "system", "content": "Help."}))
+        num_letters = sum(one.isalpha() for one in first + second)
+        return {"reward": 0.25 * num_letters, "sampled": first_tokens + second_tokens + sum(one for _, one in rest)}

@@ -115,6 +115,21 @@ class Noted(Echo):
             calls.write(f"{call}\n")
 
 
+class Judged(Noted):
+    """Earns 2 where a limit ends its episode. With `faults`, it raises at the first such end."""
+
+    resume = "replay"
+
+    async def final_reward(self) -> float:
+        assert self.marks is not None
+        self.note("final_reward")
+        mark = self.marks / f"judged-{self.name}"
+        if self.faults and not mark.exists():
+            mark.touch()
+            raise RuntimeError("the judge is away")
+        return 2.0
+
+
 class Replayed(Noted):
     """Goes on by the same actions once more."""
 

@@ -39,6 +39,9 @@ class Sound:
             return StepResult([], reward=0.5, terminated=True)
         return StepResult(text(f"{self.seed}: {self.said}"), info={"time": time.monotonic()})
 
+    async def final_reward(self) -> float:
+        return 0.1 * len(self.said)
+
     async def close(self) -> None: ...
 
     async def snapshot(self) -> bytes:
@@ -52,6 +55,11 @@ class Fresh(Sound):
     """Has no snapshot."""
 
     snapshot = restore = None  # type: ignore[assignment]
+
+
+class Thankless(Fresh):
+    async def final_reward(self) -> float:
+        return float("nan")
 
 
 class AtOnce(Fresh):

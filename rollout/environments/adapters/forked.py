@@ -44,6 +44,10 @@ class ForkedEnvironment:
         given = {"action": dict(action), "deadline": deadline, "idempotency_key": idempotency_key}
         return StepResult(**await self._process.call("step", **given))
 
+    async def final_reward(self) -> float:
+        assert self._process is not None, "reset comes before it"
+        return float((await self._process.call("final_reward"))["reward"])
+
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is None:
@@ -117,6 +121,9 @@ async def _carry_out(environment: Environment, method: str, given: JsonObject) -
         return asdict(await environment.reset(given["task"], seed=given["seed"], episode_id=given["episode_id"]))
     if method == "step":
         return asdict(await environment.step(**given))
+    if method == "final_reward":
+        final_reward = getattr(environment, "final_reward", None)
+        return {"reward": 0.0 if final_reward is None else await final_reward()}
     await environment.close()
     return {}
 

@@ -85,6 +85,9 @@ class TrlEnvironment:
         result = await self._tools.step(action, deadline=deadline, idempotency_key=idempotency_key)
         return replace(result, reward=await self._reward(result.terminated))
 
+    async def final_reward(self) -> float:
+        return await self._reward(has_ended=True)
+
     async def close(self) -> None:
         """TRL has no method for it."""
 

@@ -88,7 +88,7 @@ class ToolEnvironment:
     async def step(self, action: Message, *, deadline: float, idempotency_key: str) -> StepResult:
         written = action.get("tool_calls", ())
         if not written:
-            return StepResult([], await self._final_reward(), terminated=True, info=self._info())
+            return StepResult([], await self.final_reward(), terminated=True, info=self._info())
         read = [self._read(call) for call in written[:_MAX_TURN_CALLS]]
         calls = [replace(call, key=f"{idempotency_key}/{place}") for place, call in enumerate(read)]
         max_chars = min(self._max_result_chars, _MAX_TURN_CHARS // len(calls))
@@ -109,8 +109,12 @@ class ToolEnvironment:
             told = f"{left_out} more calls were not executed: a turn has at most {_MAX_TURN_CALLS}"
             messages.append({"role": "tool", "content": self._error("call_limit", told, len(told))})
         if too_many_invalid:
-            reward += await self._final_reward()
+            reward += await self.final_reward()
         return StepResult(messages, reward, too_many_invalid, info=self._info(), tool_outcomes=self._outcomes)
+
+    async def final_reward(self) -> float:
+        """What the tools add at the end of the episode (verl's `calc_reward`)."""
+        return sum([await self._tools[name].calc_reward(one) for name, one in self._instances.items()])
 
     async def snapshot(self) -> bytes:
         state = {
@@ -183,9 +187,6 @@ class ToolEnvironment:
     def _note(self, outcome: str, tool: Tool | None, began_at: float | None) -> None:
         seconds = None if began_at is None else time.monotonic() - began_at
         self._outcomes.append({"tool": "" if tool is None else tool.name, "outcome": outcome, "seconds": seconds})
-
-    async def _final_reward(self) -> float:
-        return sum([await self._tools[name].calc_reward(one) for name, one in self._instances.items()])
 
     def _info(self) -> JsonObject:
         failures = sum(self._errors[kind] for kind in ("exception", "timeout", "crashed"))

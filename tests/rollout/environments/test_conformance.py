@@ -53,6 +53,7 @@ def test_a_snapshot_is_restored_at_every_step() -> None:
     ("check", "name", "told"),
     [
         ("import", "Absent", f"{FAULTY}:Absent: {FAULTY} has no class Absent"),
+        ("contract", "Thankless", "final_reward: final_reward returned the reward nan, which is no finite number"),
         ("contract", "AtOnce", "step 1: it returned StepResult at once; write `async def`"),
         (
             *("contract", "NoDeadline"),

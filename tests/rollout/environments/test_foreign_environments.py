@@ -95,6 +95,17 @@ def test_get_reward_is_asked_once_at_the_end() -> None:
     assert all(texts(result.messages)[0].startswith("error: unknown_tool") for result in results[1:3])
 
 
+def test_get_reward_is_asked_where_a_limit_ends_the_episode() -> None:
+    async def main(path: str) -> list[float]:
+        environment: Any = load_class(path)()
+        await environment.reset(TASK, seed=7, episode_id="group/0")
+        earned = (await step(environment, call("turn", number=2))).reward
+        return [earned, await environment.final_reward()]
+
+    assert asyncio.run(main(f"{HERE}:JudgedVault")) == [0.0, 2.0]
+    assert asyncio.run(main(f"{HERE}:Vault")) == [0.25, 0.0], "what the turn earned is known"
+
+
 def test_trls_reset_may_return_nothing() -> None:
     observation, _ = play("Vault", [], task={**TASK, "extra_info": {"answer": ""}})
     assert observation.messages == []

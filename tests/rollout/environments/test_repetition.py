@@ -45,6 +45,9 @@ class Counts:
                 raise EpisodeError("it is away")
         return StepResult([user(f"step {self.num_steps}")], reward=0.25)
 
+    async def final_reward(self) -> float:
+        return 2.0
+
     async def close(self) -> None: ...
 
 
@@ -69,7 +72,7 @@ def repeated(messages: list[dict[str, str]], stop: str = "terminated", earned: f
     ("messages", "stop", "earned"),
     [
         (EPISODE, "terminated", 1.0),
-        (EPISODE[:6], "turns", 0.5),
+        (EPISODE[:6], "turns", 2.5),
         (EPISODE[:5], "length", 0.25),
         (EPISODE[:6], "length", 0.5),
         ([*EPISODE[:2], says("end")], "length", 0.0),

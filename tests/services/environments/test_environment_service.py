@@ -149,6 +149,9 @@ def test_an_episode_in_a_service_is_that_of_its_class_and_goes_on_from_a_snapsho
 
 
 def test_a_repeated_call_has_no_other_effect_and_the_same_reply(recipe: Recipe, buffer: Buffer) -> None:
+    judged = {"path": f"{CLASSES}:Judged"}
+    recipe = recipe.model_copy(update={"environment": recipe.environment.model_copy(update=judged)})
+
     async def main() -> None:
         async with serving(recipe, buffer) as running, AsyncExitStack() as stack:
             channel = await stack.enter_async_context(connect_async(running.server.address))
@@ -170,7 +173,9 @@ def test_a_repeated_call_has_no_other_effect_and_the_same_reply(recipe: Recipe, 
             call.cancel()
             request.idempotency_key = "a/0/1"
             await twice(stub.Step, request)
-            assert calls(recipe) == ["reset a/0", "step a/0/0", "step a/0/1"]
+            reply = await twice(stub.FinalReward, environments_pb2.FinalRewardRequest(environment_id="e"))
+            assert reply.reward == 2.0
+            assert calls(recipe) == ["reset a/0", "step a/0/0", "step a/0/1", "final_reward"]
             assert (running.servicer.figures.opened, running.servicer.figures.steps) == (1, 2)
             await twice(stub.Close, environments_pb2.CloseRequest(environment_id="e"))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
