@@ -293,7 +293,7 @@ def test_an_engine_that_tells_no_unfinished_answers_does_not_keep_a_stop_waiting
         engine.collect_error = WeightTransferError("send_collected_outputs failed inside the engine")
     else:
         engine.collect_seconds = 2 * TIMEOUT
-    short = CONFIG.model_copy(update={"lease_seconds": 0.9})
+    short = CONFIG.model_copy(update={"lease_seconds": 4.0})  # longer than a stop waits for the engine
     run_worker(buffer, engine, lambda: len(engine.asked) == 3, config=short)
     (claim,) = buffer.claim("prompts", SAMPLER, 1, 10.0, 0)
     assert rows_of(claim.partial) == [1], "what had finished is saved"
