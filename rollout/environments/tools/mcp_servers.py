@@ -56,6 +56,8 @@ class _Settings(BaseModel):
     type: str = ""
     url: str = ""
     headers: dict[str, str] = {}
+    effect: ToolEffect | None = None
+    """Of all its tools, in place of what they say."""
 
 
 class _Connection:
@@ -95,7 +97,7 @@ class _Server:
 
     def __init__(self, path: str, settings: _Settings) -> None:
         self.path = path
-        self._settings = settings
+        self.settings = settings
         self._connection: _Connection | None = None
 
     async def connected(self) -> _Connection:
@@ -118,7 +120,7 @@ class _Server:
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
 
-        settings = self._settings
+        settings = self.settings
         if settings.url:
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=settings.headers, timeout=None))
             return Client(streamable_http_client(settings.url, http_client=http))
@@ -130,7 +132,7 @@ class _Server:
 
 
 class McpTool(Tool):
-    """A tool of a server. It may run beside other calls of its turn if the server says that it only reads."""
+    """A tool of a server. It may run beside other calls of its turn if it only reads."""
 
     def __init__(self, server: _Server, listed: ListedTool) -> None:
         function = {
@@ -139,12 +141,9 @@ class McpTool(Tool):
             "parameters": listed.input_schema,
         }
         schema: JsonObject = {"type": "function", "function": function}
-        hints = listed.annotations
-        only_reads = hints is not None and hints.read_only_hint is True
-        destroys = hints is not None and hints.destructive_hint is True and hints.idempotent_hint is not True
-        effect: ToolEffect = "pure" if only_reads else "unsafe" if destroys else "idempotent"
-        super().__init__(schema, SchemaArguments(schema, server.path), only_reads, effect)
-        self.keeps_state = not only_reads
+        effect = server.settings.effect or _effect_of(listed)
+        super().__init__(schema, SchemaArguments(schema, server.path), effect == "pure", effect)
+        self.keeps_state = effect != "pure"
         self._server = server
 
     async def create(self, task: JsonObject) -> Instance:
@@ -174,6 +173,15 @@ class McpTool(Tool):
         if result.is_error:
             raise RaisedError(_text(result))
         return ToolResult(shortened(_text(result), max_chars))
+
+
+def _effect_of(listed: ListedTool) -> ToolEffect:
+    """What the server says of a tool."""
+    hints = listed.annotations
+    if hints is not None and hints.read_only_hint is True:
+        return "pure"
+    destroys = hints is not None and hints.destructive_hint is True and hints.idempotent_hint is not True
+    return "unsafe" if destroys else "idempotent"
 
 
 def load_mcp_tools(source: str) -> list[Tool]:

@@ -66,6 +66,16 @@ def test_a_server_answers_calls_and_one_that_ends_costs_an_attempt_and_leaves_no
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("effect", ["pure", "idempotent", "unsafe", None])
+def test_a_server_has_the_effect_that_its_file_declares(tmp_path: Path, effect: str | None) -> None:
+    declared = {} if effect is None else {"effect": effect}
+    source = write_file(tmp_path, command=sys.executable, args=[SERVER, str(tmp_path)], **declared)
+    tools = load_tools((source,))
+    expected = ["pure", "idempotent", "idempotent"] if effect is None else [effect] * 3
+    assert [tool.effect for tool in tools.values()] == expected
+    assert [tool.parallel for tool in tools.values()] == [one == "pure" for one in expected]
+
+
 def test_a_server_is_reached_over_http(tmp_path: Path) -> None:
     port = free_port()
     source = write_file(tmp_path, type="http", url=f"http://127.0.0.1:{port}/mcp", headers={"X-Key": "${KEY:-none}"})
@@ -101,6 +111,7 @@ def listens(port: int) -> bool:
             {"url": "${NO_SUCH_URL}"},
             "the environment variable NO_SUCH_URL is not set; name it in environment.variables",
         ),
+        ({"command": "a", "effect": "none"}, "effect: Input should be 'pure', 'idempotent' or 'unsafe'"),
         ({"url": "http://127.0.0.1:9/sse", "type": "sse"}, "its type is 'sse'; stdio and http are known"),
     ],
 )
