@@ -9,16 +9,18 @@ import ast
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import psutil
 
+from tandem.protos.contracts import JsonObject
 from tandem.protos.errors import EnvironmentLackError, ModelError
 from tandem.protos.store_source import StoreSource
 from tandem.rollout.config import RolloutConfig, engine_names
+from tandem.rollout.environments.tools.parsers import ParsedTurn, TurnPiece
 from tandem.rollout.sampler import Sampler
 
 
@@ -78,6 +80,15 @@ class Engine(ABC):
 
     def remove_leftovers(self) -> None:  # noqa: B027 (most engines leave nothing)
         """Removes files that killed samplers of any run left on this machine. Live samplers keep theirs."""
+
+    def tool_parser(
+        self, name: str, tokenizer: object, schemas: Sequence[JsonObject]
+    ) -> Callable[[Sequence[TurnPiece], frozenset[str]], ParsedTurn]:
+        """A parser of tool calls of its library, with pieces and vocabulary as of `parse_turn`.
+
+        Raises ModelError if there is none of that name for the model, EnvironmentLackError without the library.
+        """
+        raise ModelError(f'environment.tool_format "{self.name}:{name}": {self.name} has no parsers of tool calls')
 
     @property
     def installed(self) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from tandem.rollout.environments.agent_calls import ChatAnswer, ChatCall, Refuse
 from tandem.rollout.environments.agent_tokens import TokenAnswer, TokenCall, check_ids
 from tandem.rollout.environments.chat_messages import for_template
 from tandem.rollout.environments.config import EnvironmentConfig
-from tandem.rollout.environments.limits import LENGTH_STOPS, Stop, TurnTimeError, in_time, longest_turn
+from tandem.rollout.environments.limits import LENGTH_STOPS, Limits, Stop, TurnTimeError, in_time, longest_turn
 from tandem.rollout.environments.turn_encoder import TurnEncoder
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.segments import unsampled, with_given
@@ -35,6 +35,8 @@ from tandem.rollout.segments import unsampled, with_given
 Answer = TypeVar("Answer", ChatAnswer, TokenAnswer)
 _TOKENS = "tokens"  # no JSON text, as the tools of a conversation by messages are
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents know that they cannot go on
+_INVALID: Collection[Stop] = ("parse_error", "invalid_calls")
+"""Ends after which no call is answered."""
 
 
 class AgentEncoder(TurnEncoder, Protocol):
@@ -73,6 +75,8 @@ class _Conversation:
     forked: list[Segment] = field(default_factory=list)
     """The segments before, where the chat template rewrote what was said."""
     messages: list[Message] = field(default_factory=list)
+    turns: list[Message] = field(default_factory=list)
+    """The policy's, with calls that cannot be read."""
     is_continued: bool = False
     """A call is being answered after it."""
 
@@ -222,6 +226,9 @@ class AgentSession:
         message: Message = {"role": "assistant", "content": row.text}
         if not is_cut and call.may_call:
             decoded = conversation.encoder.decode_turn(ids, row.text, turn)
+            conversation.turns.append(decoded)
+            names = {schema["function"]["name"] for schema in call.tools}
+            self._stop = self._stop or Limits(self._config).after_turn(conversation.turns, names)
             if not any("error" in one for one in decoded.get("tool_calls", ())):
                 message = decoded
         self._add(conversation, [*call.messages, message], turn, row.text)
@@ -247,6 +254,10 @@ class AgentSession:
             self._stop = "turns"
             told = f"the episode has had its {self._num_turns} turns (environment.max_turns)"
             raise RefusedCallError(told, code=_TOO_LONG)
+        if self._stop in _INVALID:
+            limit = "policies.parse_error" if self._stop == "parse_error" else "max_invalid_calls"
+            told = f"the episode has ended with calls that are invalid (environment.{limit})"
+            raise RefusedCallError(told, code=_TOO_LONG)
 
     async def _next_turn(
         self, call: ChatCall | TokenCall, conversation: _Conversation, history: Segment
@@ -264,7 +275,7 @@ class AgentSession:
             conversation.forked.append(conversation.history)
         (conversation.history,) = row.segments
         conversation.num_given = num_given
-        if self._stop != "turns":  # of another call, which came meanwhile
+        if self._stop not in ("turns", *_INVALID):  # of another call, which came meanwhile
             is_cut = row.finish_reason == "length" and not (call.max_tokens and call.max_tokens < longest)
             self._stop = limit if is_cut else None
         return turn, row

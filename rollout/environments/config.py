@@ -38,6 +38,8 @@ class StopPolicies(Options):
     """After max_invalid_calls."""
     parse_error: Literal["observation", "end", "unscored"] = "observation"
     """After a call that could not be read; "observation": the environment answers, as tools do with the error."""
+    call_limit: Literal["observation", "end", "unscored"] = "observation"
+    """After a call past the tools' max_calls; "observation": the policy reads that it was not executed."""
     tool_timeout: Literal["observation", "end", "unscored"] = "observation"
     """After a tool that did not answer in time; "observation": the policy reads the error."""
 
@@ -59,8 +61,10 @@ class EnvironmentConfig(Options):
     `module.path:function`, verl's YAML files, the JSON files of MCP servers, and `python`, which runs programs in the
     sandbox (docs/tools.md). `arguments` may set their limits.
     """
-    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic"] = "auto"
-    """How the policy writes calls, by the name of vLLM's parser; "auto": as the chat template says."""
+    tool_format: Annotated[str, Field(pattern=r"^(auto|hermes|qwen3_coder|llama3_json|pythonic|vllm:\w+)$")] = "auto"
+    """How the policy writes calls: `auto`, as the chat template says; `hermes`, `qwen3_coder`, `llama3_json` or
+    `pythonic`; or the name of one of vLLM's parsers, such as `vllm:kimi_k2` (docs/tools.md).
+    """
     rewritten_history: Literal["keep", "fork"] = "keep"
     """Where the chat template leaves out or changes earlier turns, such as their thoughts: "keep" samples the next turn
     after the tokens as they were sampled; "fork" after what the template renders, as a new segment of the trajectory.
@@ -109,7 +113,7 @@ class EnvironmentConfig(Options):
     """
     max_invalid_calls: Annotated[int, Field(ge=0)] = 0
     """Turns in a row that have calls, none of which can be read and names a tool, after which an episode ends without a
-    step; 0: any number. Agents answer such turns themselves.
+    step; 0: any number. Of an agent, the next call is refused.
     """
     policies: StopPolicies = StopPolicies()
     """What follows each reason for which a limit ends an episode."""

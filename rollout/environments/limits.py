@@ -2,7 +2,7 @@
 
 Before a turn: turns, tokens of the episode, the model's context, wall time of the episode. While it is sampled: its
 wall time, the episode's, and its tokens. After it: calls that could not be read, and turns with invalid calls in a row.
-Last, the environment's own ends and time-outs of tools.
+Last, the environment's own ends, calls past their limit, and time-outs of tools.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ Stop = Literal[
     "turn_time",
     "parse_error",
     "invalid_calls",
+    "call_limit",
     "tool_timeout",
 ]
 """Why an episode ended. `terminated`, `truncated`: the environment said so. `turns`: `max_turns`. `episode_tokens`:
 `rollout.max_response_tokens`. `turn_tokens`: `max_turn_tokens`. `context`: the longest text of the engine.
 `episode_time`: `episode_seconds`. `turn_time`: `turn_seconds`. `parse_error`: a call could not be read.
-`invalid_calls`: `max_invalid_calls`. `tool_timeout`: a tool did not answer in time.
+`invalid_calls`: `max_invalid_calls`. `call_limit`: a call past the tools' `max_calls`. `tool_timeout`: a tool did not
+answer in time.
 """
 STOPS: tuple[str, ...] = get_args(Stop)
 LENGTH_STOPS: Collection[Stop] = ("episode_tokens", "turn_tokens", "context")
@@ -90,8 +92,10 @@ class Limits:
 
     def after_step(self, outcomes: Iterable[ToolOutcome]) -> Stop | None:
         """Of a step that has not ended the episode."""
-        ends = self.config.policies.tool_timeout != "observation"
-        return "tool_timeout" if ends and any(one["outcome"] == "timeout" for one in outcomes) else None
+        policies, found = self.config.policies, {one["outcome"] for one in outcomes}
+        if policies.call_limit != "observation" and "call_limit" in found:
+            return "call_limit"
+        return "tool_timeout" if policies.tool_timeout != "observation" and "timeout" in found else None
 
     def episode_seconds_left(self) -> float:
         """Infinite without `episode_seconds`."""

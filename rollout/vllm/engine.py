@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from tandem.protos.contracts import JsonObject
+from tandem.protos.errors import EnvironmentLackError
 from tandem.rollout.engine import Engine, SamplerArguments, class_names_in
+from tandem.rollout.environments.tools.parsers import ParsedTurn, TurnPiece
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 
@@ -31,6 +34,17 @@ class VllmEngine(Engine):
 
         self.check(arguments.config)
         return await start_sampler(arguments)
+
+    def tool_parser(
+        self, name: str, tokenizer: object, schemas: Sequence[JsonObject]
+    ) -> Callable[[Sequence[TurnPiece], frozenset[str]], ParsedTurn]:
+        if not self.installed:
+            raise EnvironmentLackError(
+                f'environment.tool_format "vllm:{name}": vllm is not installed; install it: {self.install}'
+            )
+        from tandem.rollout.vllm.tool_calls import VllmToolParser
+
+        return VllmToolParser(name, tokenizer, schemas).parse
 
 
 ENGINE = VllmEngine()

@@ -134,6 +134,10 @@ class ChatEncoder:
         return str(self._tokenizer.chat_template)
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    @property
     def num_tokens(self) -> int:
         """Of the tokenizer's vocabulary."""
         return len(self._tokenizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,12 @@ from tandem.protos.contracts import JsonObject, Message
 from tandem.protos.errors import DataError, EpisodeError, ModelError
 from tandem.protos.extras import missing_extra_named
 from tandem.protos.types import Prompt, SamplingParameters
+from tandem.rollout.engine import find_engine
 from tandem.rollout.environments.agent_episodes import AgentSampler
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.environments.source import EnvironmentSource
-from tandem.rollout.environments.tools.parsers import ToolFormat, find_format, parse_turn
+from tandem.rollout.environments.tools.parsers import ParsedTurn, ToolFormat, TurnPiece, find_format, parse_turn
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -42,17 +43,12 @@ class EpisodeEncoder:
     Raises ModelError if the encoder has tools and the format of their calls is unknown.
     """
 
-    def __init__(self, encoder: ChatEncoder, tool_format: ToolFormat | Literal["auto"] = "auto") -> None:
+    def __init__(self, encoder: ChatEncoder, tool_format: str = "auto") -> None:
         self._encoder = encoder
         self._tool_format = tool_format
         self._with_tools = lru_cache(_TOOL_SETS)(self._decoded_tools)
         self._short_reply = lru_cache(_REPLIES)(self._decoded_reply)
-        self._format: ToolFormat | None = None
-        if encoder.tools:
-            self._format = find_format(encoder.chat_template) if tool_format == "auto" else tool_format
-            if self._format is None:
-                fault = f"{encoder.template_source} teaches no format of tool calls that is known"
-                raise ModelError(f"{fault}; set environment.tool_format to the one that the model uses")
+        self._parse = _parser_of(encoder, tool_format) if encoder.tools else None
 
     @property
     def shows_tools(self) -> bool:
@@ -103,10 +99,20 @@ class EpisodeEncoder:
         return ids
 
     def decode_turn(self, ids: NDArray[np.int32], text: str, turn: int) -> Message:
-        if self._format is None:
+        if self._parse is None:
             return {"role": "assistant", "content": text}
-        pieces, own = self._encoder.turn_pieces(ids), self._encoder.own_tokens
-        return parse_turn(self._format, pieces, own, self._encoder.tools).message(turn)
+        return self._parse(self._encoder.turn_pieces(ids), self._encoder.own_tokens).message(turn)
+
+
+def _parser_of(encoder: ChatEncoder, tool_format: str) -> Callable[[Sequence[TurnPiece], frozenset[str]], ParsedTurn]:
+    engine, _, name = tool_format.partition(":")
+    if name:
+        return find_engine(engine).tool_parser(name, encoder.tokenizer, encoder.tools)
+    found = find_format(encoder.chat_template) if tool_format == "auto" else cast("ToolFormat", tool_format)
+    if found is None:
+        fault = f"{encoder.template_source} teaches no format of tool calls that is known"
+        raise ModelError(f"{fault}; set environment.tool_format to the one that the model uses")
+    return lambda pieces, vocabulary: parse_turn(found, pieces, vocabulary, encoder.tools)
 
 
 async def start_episodes(

@@ -81,11 +81,24 @@ def parse_turn(
     form, by which `qwen3_coder` converts its untyped values.
     """
     marked = list(_cut_at_markers(pieces, [_OPEN, _CLOSE, _PYTHON_TAG, _END_OF_THOUGHT], vocabulary))
+    thoughts, rest = without_thoughts(marked, vocabulary)
+    parsed = _PARSERS[tool_format](rest, schemas)
+    return ParsedTurn((text_of(thoughts) + parsed.content).strip() if parsed.calls else text_of(marked), parsed.calls)
+
+
+def without_thoughts(
+    pieces: Sequence[TurnPiece], vocabulary: Collection[str]
+) -> tuple[Sequence[TurnPiece], Sequence[TurnPiece]]:
+    """The pieces up to the last `</think>`, and those after it."""
+    marked = list(_cut_at_markers(pieces, [_END_OF_THOUGHT], vocabulary))
     ends = [place for place, piece in enumerate(marked) if piece.is_token and piece.text == _END_OF_THOUGHT]
     begin = ends[-1] + 1 if ends else 0
-    thought, rest = _text(marked[:begin]), marked[begin:]
-    parsed = _PARSERS[tool_format](rest, schemas)
-    return ParsedTurn((thought + parsed.content).strip() if parsed.calls else _text(marked), parsed.calls)
+    return marked[:begin], marked[begin:]
+
+
+def text_of(pieces: Sequence[TurnPiece]) -> str:
+    """The text of a part of a turn."""
+    return "".join(piece.text for piece in pieces if not piece.is_special)
 
 
 def find_format(chat_template: str) -> ToolFormat | None:
@@ -116,10 +129,6 @@ def _cut_at_markers(
                 yield TurnPiece(part, is_token=number % 2 == 1)
 
 
-def _text(pieces: Sequence[TurnPiece]) -> str:
-    return "".join(piece.text for piece in pieces if not piece.is_special)
-
-
 def _between_markers(read: Callable[[str, Sequence[JsonObject]], ToolCall]) -> _Parser:
     """A parser of calls between `<tool_call>` and `</tool_call>`, which are markers only at their right places."""
 
@@ -130,18 +139,18 @@ def _between_markers(read: Callable[[str, Sequence[JsonObject]], ToolCall]) -> _
         for piece in pieces:
             if piece.is_token and piece.text == _OPEN:
                 if inside is not None:
-                    calls.append(_unreadable(_text(inside), f"{_CLOSE} is missing"))
+                    calls.append(_unreadable(text_of(inside), f"{_CLOSE} is missing"))
                 inside = []
             elif inside is None:
                 outside.append(piece)
             elif piece.is_token and piece.text == _CLOSE:
-                calls.append(_read_or_unreadable(read, _text(inside), schemas))
+                calls.append(_read_or_unreadable(read, text_of(inside), schemas))
                 inside = None
             else:
                 inside.append(piece)
         if inside is not None:
-            calls.append(_unreadable(_text(inside), f"{_CLOSE} is missing"))
-        return ParsedTurn(_text(outside), tuple(calls))
+            calls.append(_unreadable(text_of(inside), f"{_CLOSE} is missing"))
+        return ParsedTurn(text_of(outside), tuple(calls))
 
     return parse
 
@@ -247,7 +256,7 @@ def _types(schema: JsonObject) -> Sequence[str]:
 def _parse_llama3_json(pieces: Sequence[TurnPiece], schemas: Sequence[JsonObject]) -> ParsedTurn:
     """A turn that is nothing but `{"name": …, "parameters": {…}}`, several of them separated by semicolons."""
     is_tagged = any(piece.is_token and piece.text == _PYTHON_TAG for piece in pieces)
-    text = _text([piece for piece in pieces if not (piece.is_token and piece.text == _PYTHON_TAG)]).strip()
+    text = text_of([piece for piece in pieces if not (piece.is_token and piece.text == _PYTHON_TAG)]).strip()
     if not is_tagged and not (_IS_LLAMA_CALL.match(text) and text.endswith("}")):
         return ParsedTurn(text)
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -269,7 +278,7 @@ def _parse_llama3_json(pieces: Sequence[TurnPiece], schemas: Sequence[JsonObject
 
 def _parse_pythonic(pieces: Sequence[TurnPiece], schemas: Sequence[JsonObject]) -> ParsedTurn:
     """A turn that is nothing but a Python list of calls: `[add(a=1, b=2), now()]`."""
-    text = _text(pieces).strip()
+    text = text_of(pieces).strip()
     if not (_IS_PYTHONIC_CALL.match(text) and text.endswith("]")):
         return ParsedTurn(text)
     try:

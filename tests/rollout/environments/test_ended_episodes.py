@@ -73,8 +73,10 @@ def test_a_turn_that_takes_too_long_is_discarded_and_ends_the_episode(
             {"step_seconds": 1.0, "policies": {"tool_timeout": "end"}},
             *("tool_timeout", 1, 1),
         ),
+        ([ADD, ADD, "done"], {"arguments": {"max_calls": 1}}, "terminated", 3, 1),
+        ([ADD, ADD, "done"], {"arguments": {"max_calls": 1}, "policies": {"call_limit": "end"}}, "call_limit", 2, 1),
     ],
-    ids=["told", "parse_error", "invalid_calls", "tool_timeout"],
+    ids=["told", "parse_error", "invalid_calls", "tool_timeout", "told of the limit", "call_limit"],
 )
 def test_calls_that_cannot_be_read_or_take_too_long_are_told_or_end_the_episode(
     with_tools: ChatEncoder, turns: Sequence[str], limits: dict[str, Any], stop: str, num_turns: int, executed: int

@@ -112,6 +112,46 @@ def test_tools_are_shown_and_their_calls_are_read_by_tokens(tmp_path: Path) -> N
     assert '"name": "add"' in prompt
 
 
+UNREADABLE = "<tool_call>add"
+UNKNOWN = '<tool_call>{"name": "subtract", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "stop"),
+    [
+        ([UNREADABLE, "2"], {}, None),
+        ([UNREADABLE], {"policies": {"parse_error": "end"}}, "parse_error"),
+        ([UNKNOWN, UNREADABLE], {"max_invalid_calls": 2}, "invalid_calls"),
+    ],
+)
+def test_invalid_calls_end_the_episode_of_an_agent_where_the_recipe_says_so(
+    tmp_path: Path, said: list[str], limits: dict[str, Any], stop: str | None
+) -> None:
+    encoder = ChatEncoder(str(build_tiny_model(tmp_path, chat_template=TOOL_TEMPLATE)))
+
+    async def main() -> Trajectory:
+        async with served(encoder, lambda _: [*said, "more"], **limits) as (one,):
+            messages: list[Any] = [USER]
+            for _ in said:
+                messages.append(await one.say(*messages, tools=[TOOL]))
+                result = [
+                    {"role": "tool", "tool_call_id": call["id"], "content": "?"}
+                    for call in messages[-1].get("tool_calls", ())
+                ]
+                messages += result or [USER]
+            if stop is None:
+                await one.say(*messages, tools=[TOOL])
+            else:
+                with pytest.raises(openai.BadRequestError, match="ended with calls that are invalid") as refused:
+                    await one.say(*messages, tools=[TOOL])
+                assert refused.value.code == "context_length_exceeded"
+            return one.row()
+
+    row = asyncio.run(main())
+    assert row.metadata["stop"] == (stop or "terminated")
+    assert row.metadata["num_turns"] == len(said) + (stop is None)
+
+
 def test_a_streamed_answer_is_the_same_and_counts_once(encoder: ChatEncoder) -> None:
     async def main() -> tuple[list[Any], Trajectory]:
         async with served(encoder, lambda _: ["one", "two"]) as (one,):
