@@ -3,12 +3,12 @@
     python benchmarks/tool_latency.py [--rounds 9] [--output benchmarks/records/tool_latency.json]
 
 Samplers with vLLM play the same episodes of three turns, in turns of the samplers, with prompts waiting in Redis:
-`quick`, whose environment answers at once; `slow`, whose environment takes a lognormal time of 2 s on average between
-two turns; and `unsaved`, which is `quick` without saving unfinished episodes. `rollout.max_groups_in_flight` is as
-small as an engine needs without tools. The share of time without a request in the engine may be at most 0.1 higher with
-slow tools, and saving may cost at most 3 % of the tokens per second. Both are taken while prompts wait. Every ratio is
-one of neighbouring measurements; the record has the medians over the rounds. `slow` is in the first three alone. Run it on an otherwise idle machine. The
-exit code is 1 if a bound is missed; the last lines name it.
+`quick`, whose environment answers at once; `slow`, in the first three rounds, whose environment takes a lognormal time
+of 2 s on average between two turns; and `unsaved`, which is `quick` without saving unfinished episodes.
+`rollout.max_groups_in_flight` is as small as an engine needs without tools. The share of time without a request in the
+engine may be at most 0.1 higher with slow tools, and saving may cost at most 3 % of the tokens per second. Both are
+taken while prompts wait. Every ratio is one of neighbouring measurements; the record has the medians over the rounds.
+Run it on an otherwise idle machine. The exit code is 1 if a bound is missed; the last lines name it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from tandem.protos.options import MAX_TOP_K
 from tandem.protos.types import (
     Packing,
     PlannedRow,
-    ScoredTrajectory,
     Segment,
     TrainBatch,
     Trajectory,
@@ -132,11 +131,17 @@ def rank_micro_batches(
     micro-batch. Raises DataError if a planned row is not in `groups`, differs from its header, or cannot be trained.
     """
     headers = {(h.group_id, h.trajectory_id, h.segment): h for h in batch.headers}
+    rows = {
+        (group_id, row.trajectory.trajectory_id): row for group_id, group in groups.items() for row in group.scored_rows
+    }
     cells: dict[tuple[int, int], list[TrainingRow]] = {}
     for planned in batch.plan:
         if planned.rank != rank:
             continue
-        row = _find(planned, groups)
+        row = rows.get((planned.group_id, planned.trajectory_id))
+        if row is None:
+            raise _missing(planned, groups)
+        check_trainable(row.trajectory, planned.group_id)
         segment = row.trajectory.segments[planned.segment]
         header = headers[planned.group_id, planned.trajectory_id, planned.segment]
         if (len(segment.ids), segment.num_loss_tokens) != (header.num_tokens, header.num_loss_tokens):
@@ -154,15 +159,10 @@ def rank_micro_batches(
     ]
 
 
-def _find(planned: PlannedRow, groups: Mapping[str, TrajectoryGroup]) -> ScoredTrajectory:
-    group = groups.get(planned.group_id)
-    if group is None:
-        raise DataError(f"group {planned.group_id} is planned for this rank, but its payload was not given")
-    for row in group.scored_rows:
-        if row.trajectory.trajectory_id == planned.trajectory_id:
-            check_trainable(row.trajectory, planned.group_id)
-            return row
-    raise DataError(f"group {planned.group_id} has no scored trajectory {planned.trajectory_id}, which is planned")
+def _missing(planned: PlannedRow, groups: Mapping[str, TrajectoryGroup]) -> DataError:
+    if planned.group_id not in groups:
+        return DataError(f"group {planned.group_id} is planned for this rank, but its payload was not given")
+    return DataError(f"group {planned.group_id} has no scored trajectory {planned.trajectory_id}, which is planned")
 
 
 def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing = "padded") -> MicroBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from tandem.protos import common_pb2, environments_pb2, environments_pb2_grpc
 from tandem.protos.errors import DataError, EpisodeError, UnavailableError
+from tandem.rollout.environments import other_interpreter
 from tandem.rollout.environments.process import EnvironmentPool, RemoteEnvironment
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -144,6 +147,22 @@ def test_an_episode_in_a_service_is_that_of_its_class_and_goes_on_from_a_snapsho
             result = await step(second, "end", "0-0/1/a/1/y")
             assert (result.terminated, result.reward, result.info) == (True, 1.0, {"number": number})
             await second.close()
+
+    in_time(main)
+
+
+def test_a_service_may_run_environments_under_another_interpreter(recipe: Recipe, buffer: Buffer) -> None:
+    other = {"interpreter": sys.executable}
+    recipe = recipe.model_copy(update={"environment": recipe.environment.model_copy(update=other)})
+
+    async def main() -> None:
+        async with serving(recipe, buffer) as running, connected(recipe, buffer) as services:
+            (process,) = running.pool._processes
+            assert process is not None and other_interpreter.__file__ in psutil.Process(process._process.pid).cmdline()
+            environment = await services.open("0-0/1/a")
+            await environment.reset({"ground_truth": "1"}, seed=7, episode_id="0-0/1/a")
+            assert (await step(environment, "end", "0-0/1/a/0/x")).terminated
+            await environment.close()
 
     in_time(main)
 
