@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -35,8 +35,12 @@ from tandem.rollout.segments import unsampled, with_given
 Answer = TypeVar("Answer", ChatAnswer, TokenAnswer)
 _TOKENS = "tokens"  # no JSON text, as the tools of a conversation by messages are
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents know that they cannot go on
-_INVALID: Collection[Stop] = ("parse_error", "invalid_calls")
-"""Ends after which no call is answered."""
+_FINAL: Mapping[Stop, str] = {
+    "parse_error": "policies.parse_error",
+    "invalid_calls": "max_invalid_calls",
+    "refused": "policies.refused",
+}
+"""Ends after which no call is answered, and their keys in `[environment]`."""
 
 
 class AgentEncoder(TurnEncoder, Protocol):
@@ -183,6 +187,11 @@ class AgentSession:
         task.add_done_callback(ended)
         return task
 
+    def note_refusal(self, error: RefusedCallError) -> None:
+        """A call got this error. If the recipe says so, it ends the episode, unless a limit explains it."""
+        if self._config.policies.refused != "observation" and error.status == 400 and error.code != _TOO_LONG:
+            self._stop = "refused"
+
     def end_by_time(self) -> AgentResult:
         """What an agent has whose episode ends by `environment.episode_seconds`."""
         self._stop = "episode_time"
@@ -254,9 +263,8 @@ class AgentSession:
             self._stop = "turns"
             told = f"the episode has had its {self._num_turns} turns (environment.max_turns)"
             raise RefusedCallError(told, code=_TOO_LONG)
-        if self._stop in _INVALID:
-            limit = "policies.parse_error" if self._stop == "parse_error" else "max_invalid_calls"
-            told = f"the episode has ended with calls that are invalid (environment.{limit})"
+        if (key := self._stop and _FINAL.get(self._stop)) is not None:
+            told = f"the episode has ended by {self._stop!r} (environment.{key})"
             raise RefusedCallError(told, code=_TOO_LONG)
 
     async def _next_turn(
@@ -275,7 +283,7 @@ class AgentSession:
             conversation.forked.append(conversation.history)
         (conversation.history,) = row.segments
         conversation.num_given = num_given
-        if self._stop not in ("turns", *_INVALID):  # of another call, which came meanwhile
+        if self._stop not in ("turns", *_FINAL):  # of another call, which came meanwhile
             is_cut = row.finish_reason == "length" and not (call.max_tokens and call.max_tokens < longest)
             self._stop = limit if is_cut else None
         return turn, row

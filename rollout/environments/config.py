@@ -38,6 +38,10 @@ class StopPolicies(Options):
     """After max_invalid_calls."""
     parse_error: Literal["observation", "end", "unscored"] = "observation"
     """After a call that could not be read; "observation": the environment answers, as tools do with the error."""
+    refused: Literal["observation", "end", "unscored"] = "observation"
+    """After a call of an agent that is refused, though no limit is reached, such as one that rewrites its history;
+    "observation": the agent reads the error and may go on.
+    """
     call_limit: Literal["observation", "end", "unscored"] = "observation"
     """After a call past the tools' max_calls; "observation": the policy reads that it was not executed."""
     tool_timeout: Literal["observation", "end", "unscored"] = "observation"
@@ -118,7 +122,9 @@ class EnvironmentConfig(Options):
     policies: StopPolicies = StopPolicies()
     """What follows each reason for which a limit ends an episode."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Attempts at an episode whose environment raises, hangs or dies; after that its group is given back."""
+    """Attempts at an episode whose environment raises, hangs or dies. After that it has no score, if
+    reward.min_scored_samples is set; else its group is given back.
+    """
 
     @property
     def run_by(self) -> Literal["rollout", "environments"]:

@@ -60,7 +60,9 @@ class EpisodeFigures:
     differing_episodes: int = 0
     """Their environment, made to repeat what it had done, showed something else: they began anew."""
     unscored_episodes: int = 0
-    """They called an unsafe tool and could not go on, nothing was sampled, or `environment.policies` says so."""
+    """They called an unsafe tool and could not go on, all attempts failed, nothing was sampled, or
+    `environment.policies` says so.
+    """
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
     """Episodes by what ended them."""
 
@@ -148,6 +150,16 @@ class EpisodeSampler:
             return unscored_row(lost, prompt, sampling, trajectory_id, str(error))
         finally:
             self._saved.discard(running)
+
+    def failed(
+        self, prompt: Prompt, sampling: SamplingParameters, trajectory_id: int, error: EpisodeError
+    ) -> Trajectory:
+        """An episode whose attempts have all failed, without a score and with finish reason "error"."""
+        self.figures.unscored_episodes += 1
+        log.warning("episode %s/%d gets no score: %s", prompt.group_id, trajectory_id, error)
+        told = {"unscored": str(error), "num_turns": 0, "messages": prompt.messages}
+        given = (unsampled(prompt.token_ids),)
+        return Trajectory(trajectory_id, "policy", given, "error", "", sampling, metadata=told)
 
     async def unfinished(self, group_ids: Collection[str]) -> dict[tuple[str, int], Trajectory]:
         """Returns the running episodes of these groups that can go on, by group and trajectory id.

@@ -29,14 +29,15 @@ Stop = Literal[
     "turn_time",
     "parse_error",
     "invalid_calls",
+    "refused",
     "call_limit",
     "tool_timeout",
 ]
 """Why an episode ended. `terminated`, `truncated`: the environment said so. `turns`: `max_turns`. `episode_tokens`:
 `rollout.max_response_tokens`. `turn_tokens`: `max_turn_tokens`. `context`: the longest text of the engine.
 `episode_time`: `episode_seconds`. `turn_time`: `turn_seconds`. `parse_error`: a call could not be read.
-`invalid_calls`: `max_invalid_calls`. `call_limit`: a call past the tools' `max_calls`. `tool_timeout`: a tool did not
-answer in time.
+`invalid_calls`: `max_invalid_calls`. `refused`: a call of an agent was refused. `call_limit`: a call past the tools'
+`max_calls`. `tool_timeout`: a tool did not answer in time.
 """
 STOPS: tuple[str, ...] = get_args(Stop)
 LENGTH_STOPS: Collection[Stop] = ("episode_tokens", "turn_tokens", "context")

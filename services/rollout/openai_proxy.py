@@ -97,21 +97,22 @@ class OpenAIProxy:
 
     async def _answer(self, form: ApiForm, request: Request) -> Response:
         session = self._session(request)  # no body of an unknown caller is read
-        body = await _json_body(request)
         name = request.path_params["session"]
-        call = form.read(body, lambda answer_name: session.said(answer_name.removeprefix(f"{name}-")))
-        answering = self._session(request).answering(call)  # it may have ended meanwhile
-        answer = await _result(request, answering)
+        with _noted(session):
+            body = await _json_body(request)
+            call = form.read(body, lambda answer_name: session.said(answer_name.removeprefix(f"{name}-")))
+            answering = self._session(request).answering(call)  # it may have ended meanwhile
+            answer = await _result(request, answering)
         answer_name = f"{name}-{answer.turn}"
         if body.get("stream") is True:
             return Response(form.events(body, answer, answer_name), media_type="text/event-stream")
         return _json(form.answer(body, answer, answer_name))
 
     async def _generate(self, request: Request) -> Response:
-        self._session(request)
-        call = read_token_call(await _json_body(request))
-        answering = self._session(request).answering_tokens(call)
-        return _json(token_response(request.path_params["session"], await _result(request, answering)))
+        with _noted(self._session(request)):
+            call = read_token_call(await _json_body(request))
+            answering = self._session(request).answering_tokens(call)
+            return _json(token_response(request.path_params["session"], await _result(request, answering)))
 
     async def _models(self, request: Request) -> Response:
         session = self._session(request)
@@ -147,6 +148,16 @@ async def _result(request: Request, answering: asyncio.Task[Answer]) -> Answer:
     finally:
         gone.cancel()
         answering.cancel()
+
+
+@contextlib.contextmanager
+def _noted(session: AgentSession) -> Iterator[None]:
+    """Tells the session of a call that is refused."""
+    try:
+        yield
+    except RefusedCallError as error:
+        session.note_refusal(error)
+        raise
 
 
 def _key(request: Request) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 
 from tandem.protos import rollout_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group
-from tandem.protos.errors import DataError, TandemError, UnavailableError
+from tandem.protos.errors import DataError, EpisodeError, TandemError, UnavailableError
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
@@ -90,7 +90,8 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     """Samples the missing rows of leased groups, many groups at once.
 
     `name` is its name in the registry and as holder of leases. With `episodes`, rows have several turns, and a group is
-    saved soon after any of them has got further. For `report` see `GroupLeases`.
+    saved soon after any of them has got further. With `keeps_failed_episodes`, one whose attempts have all failed is a
+    row without a score; without it, its group is given back. For `report` see `GroupLeases`.
     """
 
     runs_in_threads = False
@@ -104,6 +105,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         *,
         episodes: EpisodeSampler | None = None,
         with_baselines: bool = False,
+        keeps_failed_episodes: bool = False,
         report: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
@@ -111,6 +113,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self._engine = engine
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
+        self._keeps_failed_episodes = keeps_failed_episodes
         self._rows_per_group = config.samples_per_prompt + with_baselines
         self._partial_rollout = config.partial_rollout
         self._collect_seconds = min(_COLLECT_SECONDS, config.lease_seconds / 3)
@@ -226,9 +229,14 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             unfinished = group.rows.get(number)
             if self._episodes is not None:
                 changed, save = partial(self._turns_changed, held), partial(self._save_episode, held, group)
-                row = await self._episodes.sample(
-                    prompt, sampling, number, unfinished=unfinished, on_change=changed, save=save
-                )
+                try:
+                    row = await self._episodes.sample(
+                        prompt, sampling, number, unfinished=unfinished, on_change=changed, save=save
+                    )
+                except EpisodeError as error:
+                    if not self._keeps_failed_episodes:
+                        raise
+                    row = self._episodes.failed(prompt, sampling, number, error)
             else:
                 row = await self._engine.sample_one(
                     prompt.token_ids, sampling, trajectory_id=number, key=prompt.group_id, unfinished=unfinished
@@ -317,9 +325,12 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             started_at=started_at,
         )
         heartbeat = Heartbeat(info, stop)
-        baselines = recipe.trainer.needs_baselines
         worker = SamplingWorker(
-            *(buffer, engine, config, name), episodes=episodes, with_baselines=baselines, report=heartbeat.send
+            *(buffer, engine, config, name),
+            episodes=episodes,
+            with_baselines=recipe.trainer.needs_baselines,
+            keeps_failed_episodes=recipe.reward.min_scored_samples > 0,
+            report=heartbeat.send,
         )
         security = await asyncio.to_thread(server_security, recipe, buffer)
         servicer = RolloutServicer(

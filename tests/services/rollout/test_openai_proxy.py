@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.rollout.environments.limits import with_policy
 from tandem.services.data.chat import ChatEncoder
 from tests.support.agent_sessions import Served, served
 from tests.support.agents import TOOL, client_of
@@ -142,7 +143,7 @@ def test_invalid_calls_end_the_episode_of_an_agent_where_the_recipe_says_so(
             if stop is None:
                 await one.say(*messages, tools=[TOOL])
             else:
-                with pytest.raises(openai.BadRequestError, match="ended with calls that are invalid") as refused:
+                with pytest.raises(openai.BadRequestError, match=f"the episode has ended by '{stop}'") as refused:
                     await one.say(*messages, tools=[TOOL])
                 assert refused.value.code == "context_length_exceeded"
             return one.row()
@@ -150,6 +151,29 @@ def test_invalid_calls_end_the_episode_of_an_agent_where_the_recipe_says_so(
     row = asyncio.run(main())
     assert row.metadata["stop"] == (stop or "terminated")
     assert row.metadata["num_turns"] == len(said) + (stop is None)
+
+
+@pytest.mark.parametrize("policy", ["observation", "end", "unscored"])
+def test_a_refused_call_ends_the_episode_of_an_agent_where_the_recipe_says_so(
+    encoder: ChatEncoder, policy: str
+) -> None:
+    async def main() -> Trajectory:
+        async with served(encoder, lambda _: ["one", "two"], policies={"refused": policy}) as (one,):
+            assert (await one.say(USER))["content"] == "one"
+            with pytest.raises(openai.BadRequestError, match="one answer a call"):
+                await one.say(USER, n=2)
+            if policy == "observation":
+                assert (await one.say(USER))["content"] == "two"
+            else:
+                with pytest.raises(openai.BadRequestError, match="the episode has ended by 'refused'") as refused:
+                    await one.say(USER)
+                assert refused.value.code == "context_length_exceeded"
+            return with_policy(one.row(), one.session._config)
+
+    row = asyncio.run(main())
+    stop = "terminated" if policy == "observation" else "refused"
+    assert (row.metadata["stop"], row.metadata["num_turns"]) == (stop, 2 if policy == "observation" else 1)
+    assert row.finish_reason == ("error" if policy == "unscored" else "stop")
 
 
 def test_a_streamed_answer_is_the_same_and_counts_once(encoder: ChatEncoder) -> None:
