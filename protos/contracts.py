@@ -131,7 +131,7 @@ class Environment(Protocol):
     the episode starts again. With an attribute `tool_schemas`, a list of tools in OpenAI's form, the chat template
     shows them to the policy, and actions have its calls as `tool_calls` (docs/tools.md). Turns that call a tool named
     in an attribute `unsafe_tools` are never repeated. A method `async def final_reward(self) -> float`, if there is
-    one, is called before `close` where a limit ends the episode, and not `step`: the last turn earns that, too.
+    one, is called before `close` where a limit, and not `step`, ends the episode: the last turn earns that, too.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:

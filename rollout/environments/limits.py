@@ -43,7 +43,7 @@ STOPS: tuple[str, ...] = get_args(Stop)
 LENGTH_STOPS: Collection[Stop] = ("episode_tokens", "turn_tokens", "context")
 """No token was left: the finish reason is "length"."""
 LIMITS: Collection[str] = [stop for stop in STOPS if stop not in ("terminated", "truncated")]
-"""The environment goes on, had the episode not ended."""
+"""Ends that the environment does not know of."""
 NO_STEP_STOPS: Collection[str] = (*LENGTH_STOPS, "parse_error", "invalid_calls")
 """The environment may not have answered the last turn."""
 
