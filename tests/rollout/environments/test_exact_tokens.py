@@ -113,6 +113,9 @@ class RandomEnvironment:
         texts = self._random.choice(TEXTS, self._random.integers(1, 3))
         return [{"role": str(role), "content": str(text)} for text in texts]
 
+    async def final_reward(self) -> float:
+        return 0.0
+
     async def close(self) -> None: ...
 
 
