@@ -60,7 +60,7 @@ ROLES_NEEDED: Mapping[str, Role | None] = {
         ("tandem.v1.InfoService", Role.read, "Info"),
         ("tandem.v1.ControlService", Role.read, "Status Watch GetLedger"),
         ("tandem.v1.ControlService", Role.operate, "Scale Drain Pause Resume Checkpoint Stop"),
-        ("tandem.v1.EnvironmentService", Role.internal, "Describe Open Restore Step Snapshot Close Heartbeat"),
+        ("tandem.v1.EnvironmentService", Role.internal, "Describe Open Restore Step FinalReward Snapshot Close Heartbeat"),
         ("tandem.v1.EnvironmentService", Role.operate, "Drain"),
         ("tandem.v1.RewardService", Role.read, "GetJob WatchJob ListJobs ListScorers"),
         ("tandem.v1.RewardService", Role.score, "Score ScoreStream SubmitJob CancelJob DeleteJob"),
