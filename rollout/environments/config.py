@@ -65,7 +65,7 @@ class EnvironmentConfig(Options):
     `module.path:function`, verl's YAML files, the JSON files of MCP servers, and `python`, which runs programs in the
     sandbox (docs/tools.md). `arguments` may set their limits.
     """
-    tool_format: Annotated[str, Field(pattern=r"^(auto|hermes|qwen3_coder|llama3_json|pythonic|vllm:\w+)$")] = "auto"
+    tool_format: Annotated[str, Field(pattern=r"^(auto|hermes|qwen3_coder|llama3_json|pythonic|vllm:[\w-]+)$")] = "auto"
     """How the policy writes calls: `auto`, as the chat template says; `hermes`, `qwen3_coder`, `llama3_json` or
     `pythonic`; or the name of one of vLLM's parsers, such as `vllm:kimi_k2` (docs/tools.md).
     """
