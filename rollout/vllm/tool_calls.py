@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,6 +14,8 @@ from vllm.tool_parsers import ToolParserManager
 from tandem.protos.contracts import JsonObject
 from tandem.protos.errors import ModelError
 from tandem.rollout.environments.tools.parsers import ParsedTurn, ToolCall, TurnPiece, text_of, without_thoughts
+
+log = logging.getLogger(__name__)
 
 
 class VllmToolParser:
@@ -28,9 +31,7 @@ class VllmToolParser:
             chosen = ToolParserManager.get_tool_parser(name)
         except KeyError:
             known = ", ".join(sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers}))
-            raise ModelError(
-                f'environment.tool_format "vllm:{name}": vLLM has no such parser; it has {known}'
-            ) from None
+            raise ModelError(f"{key}: vLLM has no such parser; it has {known}") from None
         tools = [dict(schema) for schema in schemas]
         self._request = ChatCompletionRequest(messages=[], model="policy", tools=tools)
         try:
@@ -44,7 +45,11 @@ class VllmToolParser:
         thoughts, rest = without_thoughts(pieces, vocabulary)
         if rest and rest[-1].is_special:  # the end of the message
             rest = rest[:-1]
-        found = self._parser.extract_tool_calls("".join(piece.text for piece in rest), self._request)
+        try:
+            found = self._parser.extract_tool_calls("".join(piece.text for piece in rest), self._request)
+        except Exception as error:  # of any parser: a policy may write anything
+            log.warning("a turn that vLLM's parser cannot read is taken as text: %s", error)
+            return ParsedTurn(text_of(pieces))
         calls = tuple(_checked(call.function.name, call.function.arguments) for call in found.tool_calls)
         if not found.tools_called or not calls:
             return ParsedTurn(text_of(pieces))
@@ -57,4 +62,11 @@ def _checked(name: str, arguments: str) -> ToolCall:
         is_object = isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
         is_object = False
-    return ToolCall(name, arguments) if is_object else ToolCall("", arguments, "its arguments are no JSON object")
+    if not is_object:
+        return ToolCall("", _valid(arguments), "its arguments are no JSON object")
+    return ToolCall(_valid(name), _valid(arguments))
+
+
+def _valid(text: str) -> str:
+    """JSON may spell lone surrogates."""
+    return text.encode("utf-8", "replace").decode()

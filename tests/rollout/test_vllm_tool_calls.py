@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from vllm.tool_parsers import ToolParserManager
 
 from tandem.protos.contracts import Message
 from tandem.protos.errors import EnvironmentLackError, ModelError
@@ -78,6 +79,15 @@ def test_arguments_that_are_no_json_are_a_call_that_cannot_be_read(tmp_path: Pat
     message = decoded(tmp_path, "kimi_k2", KIMI_WORDS, f"{kimi('{a: 1}')}{END}")
     (call,) = message["tool_calls"]
     assert (call["error"], call["function"]["arguments"]) == ("its arguments are no JSON object", "{a: 1}")
+
+
+def test_a_turn_that_a_parser_cannot_read_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError
+
+    monkeypatch.setattr(ToolParserManager.get_tool_parser("kimi_k2"), "extract_tool_calls", fail)
+    message = decoded(tmp_path, "kimi_k2", KIMI_WORDS, f"So.{END}")
+    assert message == {"role": "assistant", "content": "So."}
 
 
 def test_a_parser_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
