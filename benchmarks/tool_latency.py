@@ -1,10 +1,10 @@
 """Measures what slow tools and saved turns cost a sampler with episodes of several turns, and writes JSON.
 
-    python benchmarks/tool_latency.py [--rounds 9] [--output benchmarks/records/tool_latency.json]
+    python benchmarks/tool_latency.py [--rounds 6] [--output benchmarks/records/tool_latency.json]
 
 Samplers with vLLM play the same episodes of three turns, in turns of the samplers, with prompts waiting in Redis:
-`quick`, whose environment answers at once; `slow`, in the first three rounds, whose environment takes a lognormal time
-of 2 s on average between two turns; and `unsaved`, which is `quick` without saving unfinished episodes.
+`quick`, whose environment answers at once; `slow`, in the first two rounds, whose environment takes a lognormal time of
+2 s on average between two turns; and `unsaved`, which is `quick` without saving unfinished episodes.
 `rollout.max_groups_in_flight` is as small as an engine needs without tools. The share of time without a request in the
 engine may be at most 0.1 higher with slow tools. Saving may cost at most 3 % of the processor time per token of
 sampler, engine, environments and Redis, which keep both cores busy; tokens per second of the same side differ by 20 %
@@ -39,12 +39,12 @@ from tandem.services.buffer.buffer import Buffer  # noqa: E402
 from tandem.services.data.tiny_model import VOCABULARY, build_tiny_model  # noqa: E402
 
 TURNS, SAMPLES, GROUPS_IN_FLIGHT = 3, 4, 4
-GROUPS = 120
+GROUPS = 360
 """Of a measurement. It begins when a tenth of them is completed, and ends with half, while prompts still wait."""
 TOOL_SECONDS = 2.0
 SIDES = {"quick": {}, "slow": {"seconds": TOOL_SECONDS}, "unsaved": {"partial_rollout": False}}
 MOST_IDLE, MOST_CPU = 0.1, 1.03
-SLOW_ROUNDS = 3
+SLOW_ROUNDS = 2
 MEASURE_SECONDS = 300.0
 
 
@@ -94,7 +94,7 @@ class Side:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "tool_latency.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-tools-") as scratch, ExitStack() as stack:
