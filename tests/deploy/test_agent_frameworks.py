@@ -17,25 +17,20 @@ from tandem.rollout.environments.process import EnvironmentPool
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.rollout.episodes import EpisodeEncoder
 from tandem.services.rollout.openai_proxy import OpenAIProxy
+from tests.deploy.test_environment_libraries import installed
 from tests.support.episodes import SAMPLING, ScriptedSampler, prompt_of, texts_of, tokenizer
 from tests.support.paths import ROOT
 from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model
-from tests.support.wheels import pip
 
 pytestmark = pytest.mark.timeout(180)
 
-OPENAI_AGENTS = "openai-agents==0.24.0 griffelib"
+OPENAI_AGENTS = "openai-agents==0.24.0 griffelib==2.4.1"
 LANGGRAPH = (
-    "langgraph==1.2.24 langgraph-checkpoint langgraph-prebuilt langgraph-sdk langchain-openai==1.7.4 langchain-core "
-    "langchain-protocol langsmith orjson ormsgpack jsonpatch jsonpointer requests-toolbelt uuid-utils zstandard"
+    "langgraph==1.2.24 langgraph-checkpoint==4.3.2 langgraph-prebuilt==1.1.3 langgraph-sdk==0.4.14 "
+    "langchain-openai==1.7.4 langchain-core==1.8.3 langchain-protocol==0.0.20 langsmith==0.15.1 "
+    "orjson ormsgpack jsonpatch jsonpointer requests-toolbelt uuid-utils zstandard"
 )
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-def installed(packages: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Installs exactly these packages, for the processes that are started from now on."""
-    pip("install", "-q", "--no-deps", "--no-compile", "--target", folder, *packages.split())
-    patch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
 
 
 @pytest.fixture(scope="module")
