@@ -24,6 +24,7 @@ from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, name_shared_memory
 from tandem.rollout.vllm.packed_embeddings import pack_embeddings_when_used
 from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
+from tandem.rollout.vllm.small_weights import multiply_small_weights_with_torch
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -69,6 +70,7 @@ def extend_engine_core() -> None:
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # type: ignore[method-assign]
     pack_embeddings_when_used()
+    multiply_small_weights_with_torch()
     setattr(EngineCore, _EXTENDED, True)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,17 +113,46 @@ def keep_modules() -> None:
     worker_extension.can_be_replaced = lambda model: False  # type: ignore[assignment]
 
 
+def pack_all_weights() -> None:
+    """Has vLLM make a oneDNN kernel for every weight, as for larger models."""
+    from tandem.rollout.vllm import small_weights
+
+    small_weights.MOST_ELEMENTS = 0
+
+
 @pytest.mark.slow
-def test_weights_are_reloaded_in_place_where_modules_cannot_be_replaced(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("prepare", [keep_modules, pack_all_weights])
+def test_weights_arrive_in_running_modules_and_in_packed_ones(
+    tmp_path: Path, redis_url: str, prepare: Callable[[], None]
+) -> None:
     folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
-    store = redis_store(redis_url, "in-place", "weights")
+    store = redis_store(redis_url, prepare.__name__, "weights")
     arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
-    with EngineProcess(arguments, keep_modules) as engine:
+    with EngineProcess(arguments, prepare) as engine:
         ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
         ring.join()
         for _ in range(3):
             ring.update()
             assert ring.agrees()
+
+
+@pytest.mark.slow
+def test_only_small_float32_weights_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+
+    from tandem.rollout.vllm.small_weights import MOST_ELEMENTS, multiply_small_weights_with_torch
+
+    dispatched = []
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: dispatched.append(layer))
+    multiply_small_weights_with_torch()
+    rows = MOST_ELEMENTS // 64
+    weights = [torch.zeros(rows, 64), torch.zeros(rows + 1, 64), torch.zeros(8, 64, dtype=torch.bfloat16)]
+    layers = [torch.nn.Module() for _ in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = torch.nn.Parameter(weight)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layers[0].cpu_linear is torch.nn.functional.linear
+    assert dispatched == layers[1:]
 
 
 def note_living_versions(file: Path) -> None:
