@@ -67,6 +67,14 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
     return ModelFacts(architecture, num_parameters, layers, _vocabulary(config), num_layers, hidden, intermediate)
 
 
+def hidden_size(path: str) -> int:
+    """The hidden size of the model in a folder; 0 if it is not known, also if `check_model` would refuse the folder."""
+    try:
+        return _size(_read_json(Path(path) / "config.json", path), "hidden_size")
+    except ModelError:
+        return 0
+
+
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
     """Checks `trainer.critic`; raises ModelError. Returns its number of parameters, 0 if there is none or unknown."""
     path = recipe.trainer.critic.path

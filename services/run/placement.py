@@ -20,6 +20,9 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
 """Environment of services that compute on CPUs."""
+NARROW = 256
+"""A model with a smaller hidden size trains with one thread: its operations are so short that a second one takes more
+processor time than it saves (benchmarks/threads.py)."""
 
 
 def gpu_ids() -> tuple[str, ...]:
@@ -88,13 +91,15 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
     return environment if threads == "auto" else {**environment, "OMP_NUM_THREADS": str(threads)}
 
 
-def automatic_threads(num_workers: int) -> int:
+def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:
     """The number of threads that `auto` stands for, of each of so many processes on this machine: OMP_NUM_THREADS if it
     is set, but not more than there are cores, else an equal share of the cores. The trainer and the samplers share them
-    all: one of the two often waits.
+    all: one of the two often waits. Training a narrow model gets one thread; a `hidden_size` of 0 is unknown.
     """
     given, cores = os.environ.get("OMP_NUM_THREADS", ""), num_cores()
-    return min(int(given), cores) if given.isdigit() and int(given) else max(1, cores // max(1, num_workers))
+    if given.isdigit() and int(given):
+        return min(int(given), cores)
+    return 1 if 0 < hidden_size < NARROW else max(1, cores // max(1, num_workers))
 
 
 def num_cores() -> int:

@@ -13,6 +13,7 @@ from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved, without_secrets
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
 from tandem.services.run.inputs import check_inputs, input_paths
+from tandem.services.run.model_check import hidden_size
 from tandem.services.run.placement import automatic_threads
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -60,7 +61,7 @@ def with_automatic_values(recipe: Recipe, *, resume: bool) -> Recipe:
     stage = known.trainer.resolved_zero_stage
     for_rank, for_worker = known.trainer.num_threads, known.rollout.num_threads
     if not resume:
-        for_rank = automatic_threads(trainer.num_ranks)
+        for_rank = automatic_threads(trainer.num_ranks, hidden_size(recipe.model.path))
         for_worker = automatic_threads(rollout.num_replicas * rollout.tensor_parallel_size)
     chosen = {
         "trainer": _filled(trainer, zero_stage=stage, num_threads=for_rank),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.services.run import placement
-from tandem.services.run.placement import CPU_ENVIRONMENT, automatic_threads, gpus_wanted, place, starts_after
+from tandem.services.run.placement import CPU_ENVIRONMENT, NARROW, automatic_threads, gpus_wanted, place, starts_after
 from tests.support.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
@@ -51,8 +51,9 @@ def test_processes_of_one_kind_share_the_cores_unless_the_environment_names_a_nu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [automatic_threads(number) for number in (0, 1, 2, 3, 4)] == [3, 3, 1, 1, 1]
+    assert [automatic_threads(1, hidden_size) for hidden_size in (0, 128, NARROW)] == [3, 1, 3], "0 is unknown"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert automatic_threads(3) == 2
+    assert automatic_threads(3) == automatic_threads(3, hidden_size=128) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert automatic_threads(3) == 3, "not more than there are cores"
 

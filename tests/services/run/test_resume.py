@@ -122,6 +122,20 @@ def test_a_resumed_run_keeps_the_threads_that_it_began_with(
     assert resumed == older, "an earlier version recorded no number"
 
 
+def test_a_narrow_model_trains_with_one_thread(values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    config = tmp_path / "narrow" / "config.json"
+    config.parent.mkdir()
+    chosen = {}
+    for text in ('{"hidden_size": 128}', '{"hidden_size": 896}', "no JSON"):
+        config.write_text(text)
+        recipe = with_automatic_values(recipe_of(values, model={"path": str(config.parent)}), resume=False)
+        assert recipe.rollout.num_threads == 4
+        chosen[text] = recipe.trainer.num_threads
+    assert list(chosen.values()) == [1, 4, 4]
+
+
 def test_a_resumed_run_keeps_the_zero_stage_that_it_began_with(values: Values) -> None:
     recipe = recipe_of(values)
     began = with_automatic_values(recipe, resume=False)
