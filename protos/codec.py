@@ -63,6 +63,7 @@ SCHEMA = pa.schema(
 
 
 _NO_ROWS = pa.RecordBatch.from_pydict({name: [] for name in SCHEMA.names}, schema=SCHEMA)
+_END_OF_STREAM = bytes.fromhex("ffffffff00000000")
 _HEADER_FIELDS = tuple(RowHeader.__dataclass_fields__)
 _header_values = attrgetter(*_HEADER_FIELDS)
 _span_values = attrgetter(*VersionSpan.__dataclass_fields__)
@@ -75,11 +76,7 @@ def encode_group(group: TrajectoryGroup) -> bytes:
 
 def batch_to_payload(batch: pa.RecordBatch) -> bytes:
     """Encodes a group's record batch as an Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    payload: bytes = sink.getvalue().to_pybytes()
-    return payload
+    return b"".join((batch.schema.serialize(), batch.serialize(), _END_OF_STREAM))
 
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
@@ -132,13 +129,14 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         assert trajectory.segments, "a trajectory has at least one segment"
         rows.extend((trajectory, scored, number, segment) for number, segment in enumerate(trajectory.segments))
     segments = [segment for _, _, _, segment in rows]
+    ends = _offsets([len(segment.ids) for segment in segments])
     columns = {
         "trajectory_id": [t.trajectory_id for t, _, _, _ in rows],
         "segment": [number for _, _, number, _ in rows],
         "role": [t.role for t, _, _, _ in rows],
-        "ids": _list_array([s.ids for s in segments], np.int32),
-        "behavior_logprobs": _list_array([s.behavior_logprobs for s in segments], np.float32),
-        "loss_mask": _list_array([s.loss_mask for s in segments], np.uint8),
+        "ids": _list_array(ends, [s.ids for s in segments], np.int32),
+        "behavior_logprobs": _list_array(ends, [s.behavior_logprobs for s in segments], np.float32),
+        "loss_mask": _list_array(ends, [s.loss_mask for s in segments], np.uint8),
         "spans": [[_span_values(span) for span in s.spans] for s in segments],
         "sampling": [_sampling_text(t.sampling) for t, _, _, _ in rows],
         "finish_reason": [t.finish_reason for t, _, _, _ in rows],
@@ -182,10 +180,12 @@ def _record_batch(columns: Mapping[str, object], schema: pa.Schema) -> pa.Record
 
 def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
     """A group from its prompt and a record batch of its segments, ordered by trajectory and segment."""
+    if not batch.num_rows:
+        return TrajectoryGroup(prompt)
     plain = {name: batch.column(name).to_pylist() for name in _PLAIN_COLUMNS}
-    ids = _split(batch.column("ids"))
-    behavior_logprobs = _split(batch.column("behavior_logprobs"))
-    loss_mask = _split(batch.column("loss_mask"))
+    ids, behavior_logprobs, loss_mask = (
+        _split(batch.column(name)) for name in ("ids", "behavior_logprobs", "loss_mask")
+    )
     masks = _split_masks(batch.column("sampling_mask"))
     starts = [row for row in range(batch.num_rows) if plain["segment"][row] == 0]
     result: list[Trajectory | ScoredTrajectory] = []
@@ -234,9 +234,10 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
     )
 
 
-def _list_array(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
-    values = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values))
+def _list_array(ends: pa.Array, arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
+    values = np.concatenate(arrays).astype(dtype, copy=False)
+    assert len(values) == ends[-1].as_py(), "all arrays of a segment have its length"
+    return pa.ListArray.from_arrays(ends, pa.array(values))
 
 
 def _offsets(lengths: Sequence[int] | NDArray[np.int32]) -> pa.Array:
@@ -247,9 +248,8 @@ def _offsets(lengths: Sequence[int] | NDArray[np.int32]) -> pa.Array:
 
 def _split(column: pa.ListArray) -> list[NDArray[Any]]:
     # Views of Arrow's memory are read-only. Groups are never mutated, and computations copy them into tensors.
-    offsets = column.offsets.to_numpy()
     values = column.values.to_numpy(zero_copy_only=True)
-    return [values[first:last] for first, last in pairwise(offsets)]
+    return [values[first:last] for first, last in pairwise(column.offsets.to_pylist())]
 
 
 def _mask_array(masks: Sequence[SamplingMask | None]) -> pa.Array:
