@@ -57,6 +57,7 @@ class SamplerFigures:
     sampled_tokens: int = 0
     resumed_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     weight_updates: int = 0
     weight_stall_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -96,6 +97,8 @@ class Completion:
     finish_reason: FinishReason
     mask: SamplingMask | None = None
     """Of these tokens, if `SamplingParameters.records_mask`."""
+    num_cached: int = 0
+    """Tokens of the prompt that the engine had in its cache."""
 
 
 class TransferProgress(TypedDict):
@@ -234,6 +237,7 @@ class Sampler(ABC):
         with self._one_more_running(request_id, answer):
             completion = await self._generate(request)
         self._figures.prompt_tokens += len(prompt)
+        self._figures.cached_tokens += completion.num_cached
         self._figures.resumed_tokens += len(request.sampled_ids)
         self._count_sampled(answer, completion)
         text = self._tokenizer.decode([*request.sampled_ids, *completion.token_ids], skip_special_tokens=True)

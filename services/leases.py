@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ from tandem.services.buffer.types import FailureKind
 log = logging.getLogger(__name__)
 
 OUTAGE_PAUSE_SECONDS = 1.0  # between two attempts to reach a Redis that is away or full, if the loop tolerates this
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0  # after failed attempts at the same lease
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and thus the longest delay of a stop
 _POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
 _REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
@@ -74,6 +72,7 @@ class Held(Generic[LeaseT]):
     """Set by the worker when it has new results to save. The loop calls it at the next renewal or release."""
     task: asyncio.Task[None] | None = None
     settling: bool = False  # while the loop completes or releases the lease, which cannot be cancelled
+    given_back: Release | None = None  # by the worker: how the loop ends the lease, whose work it cancels
 
     def take_unsaved(self) -> bytes | None:
         """Returns the unsaved results, if any, and marks them as saved."""
@@ -141,8 +140,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         tolerates_outages: bool = False,
     ) -> None:
         self.paused = False
-        self.refusal = ""
-        """Why the last claim was refused; empty if it was accepted."""
+        self.refusal = ""  # why the last claim was refused; empty if it was accepted
         self._source = source
         self._worker = worker
         self._unit = unit
@@ -150,11 +148,11 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._lease_seconds = lease_seconds
         self._tolerates_outages = tolerates_outages
         self._held: dict[int, Held[LeaseT]] = {}
+        self._free = 0  # places for further leases; negative if more work at once than `capacity`
         self._busy_seconds = 0.0
         self._busy_since = 0.0
         self._waiting_since = time.monotonic()  # while nothing is held
-        self._claiming = False
-        self._stopping = False
+        self._claiming = self._stopping = False
         self._failure: BaseException | None = None
         self._finished: list[tuple[LeaseT, ResultT]] = []
         self._completion: asyncio.Task[Collection[int]] | None = None  # of what is in `_finished`
@@ -175,41 +173,44 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         return len(self._held)
 
     @property
+    def is_overloaded(self) -> bool:
+        """Whether more leases are worked on at once than `capacity`: the work on some has waited for other services."""
+        return self._free < 0
+
+    @property
     def held_in_words(self) -> str:
         """`1 group`, `2 groups`, …"""
         return f"{self.num_held} {self._unit.removesuffix('s')}" + ("s" if self.num_held != 1 else "")
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the loop was created, the number of current leases, and how long there has been none."""
-        names = ("completed", "requeued", "dropped", "refused", "lost")
-        sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
-        busy = self._busy_seconds + (time.monotonic() - self._busy_since if self._held else 0.0)
-        waiting = 0.0 if self._held else time.monotonic() - self._waiting_since
-        now = {
-            f"{self._unit}_held": len(self._held),
-            f"{self._unit}_busy_seconds": busy,
-            f"{self._unit}_waiting_seconds": waiting,
-        }
-        return {**sums, **now, "outages": self._counts["outages"], **self._result_figures}
+        own = {name: float(self._counts[name]) for name in ("completed", "requeued", "dropped", "refused", "lost")}
+        own["held"], own["free"] = len(self._held), max(0, self._free)
+        own["busy_seconds"] = self._busy_seconds + (time.monotonic() - self._busy_since if self._held else 0.0)
+        own["waiting_seconds"] = 0.0 if self._held else time.monotonic() - self._waiting_since
+        of_unit = {f"{self._unit}_{name}": number for name, number in own.items()}
+        return {**of_unit, "outages": self._counts["outages"], **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
         """Works until told to stop, then releases unfinished leases. Raises the error that ended the work early."""
         renewals = asyncio.create_task(self._renew_forever())
         try:
             while not stop.is_set() and self._failure is None and self._worker.check():
-                waiting = self._worker.num_waiting()
-                working = sum(not one.settling for one in self._held.values())  # the others only wait for Redis
-                free = min(self._capacity - working, 2 * self._capacity - len(self._held)) + waiting
-                if self.paused or free <= 0:
+                self._free = 0 if self.paused else self._count_free()
+                if self._free <= 0:
                     await self._wait_for_change(_POLL_SECONDS)
                 else:
-                    for lease in await self._claim(free):
+                    for lease in await self._claim(self._free):
                         self._start(lease)
         finally:
             await self._shut_down()
             renewals.cancel()
         if self._failure is not None:
             raise self._failure
+
+    def _count_free(self) -> int:
+        working = sum(not one.settling for one in self._held.values())  # the others only wait for Redis
+        return min(self._capacity - working, 2 * self._capacity - len(self._held)) + self._worker.num_waiting()
 
     def fail(self, error: BaseException) -> None:
         """Ends the loop; `run` raises the error. Called on the loop's thread."""
@@ -241,6 +242,11 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
                 for one, unsaved in zip(held, made, strict=True):
                     one.unsaved = one.unsaved or unsaved
                 raise
+
+    def give_back(self, held: Held[LeaseT], release: Release) -> None:
+        """For workers: ends the work on a lease and releases it with its unsaved results."""
+        held.given_back = release
+        self._cancel(held)
 
     async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
         """For workers: saves unsaved results, then waits. Returns False if the lease was cancelled meanwhile."""
@@ -288,7 +294,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             try:
                 outcome: ResultT | Release | None = await self._worker.work(held)
             except asyncio.CancelledError:
-                outcome = SHUTDOWN if self._stopping else None  # None: another worker has the lease
+                outcome = SHUTDOWN if self._stopping else held.given_back  # None: another worker has the lease
             held.settling = True
             self._changed.set()
             if isinstance(outcome, Release):
@@ -392,9 +398,3 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             self._worker.interrupt()
             if tasks := [one.task for one in held if one.task is not None]:
                 await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
-
-
-def pause_after(attempts: int) -> float:
-    """Seconds to wait after so many failed attempts: doubles each time, with jitter."""
-    seconds = FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30)
-    return min(seconds, LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)

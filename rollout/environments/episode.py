@@ -109,6 +109,11 @@ class EpisodeSampler:
         """Running episodes that have waited for their environment for a while, and use nothing of the engine."""
         return sum(time.monotonic() - one.waiting_since > _SHORT_WAIT_SECONDS for one in self._saved)
 
+    @property
+    def can_move(self) -> bool:
+        """Whether another sampler may go on with an episode at any time, after its last saved turn."""
+        return self._pool.resume != "restart" and not self._pool.unsafe_tools
+
     async def sample(
         self,
         prompt: Prompt,

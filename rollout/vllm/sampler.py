@@ -99,7 +99,8 @@ class VllmSampler(Sampler):
             self._send_soon(prepared, answer)
             output = await answer.output
             reason = _FINISH_REASONS.get(output.finish_reason, "error")
-            return _completion(output.token_ids, answer.logprobs, output.weight_versions, reason)
+            versions = output.weight_versions
+            return _completion(output.token_ids, answer.logprobs, versions, reason, answer.num_cached)
         finally:
             self._waiting.discard(answer)
             if not answer.has_result:
@@ -237,6 +238,7 @@ class _Answer:
     def __init__(self, request: SamplingRequest) -> None:
         self.request = request
         self.logprobs = _SampledLogprobs(0)
+        self.num_cached = 0
         self.output: asyncio.Future[CompletionOutput] = asyncio.get_running_loop().create_future()
 
     @property
@@ -249,6 +251,7 @@ class _Answer:
         if isinstance(output, Exception):  # of the engine, or of vLLM's reading of its outputs
             self.output.set_exception(output if isinstance(output, TandemError) else _failure(output))
         else:
+            self.num_cached = output.num_cached_tokens or 0
             self.output.set_result(output.outputs[0])
 
 
@@ -330,11 +333,12 @@ def _completion(
     sampled: _SampledLogprobs,
     versions: Sequence[WeightVersionSpan] | None,
     reason: FinishReason,
+    num_cached: int = 0,
 ) -> Completion:
     """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
     before = len(token_ids) - len(sampled.logprobs)
     spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
-    return Completion(token_ids[before:], [*sampled.logprobs], spans, reason, sampled.mask)
+    return Completion(token_ids[before:], [*sampled.logprobs], spans, reason, sampled.mask, num_cached)
 
 
 def _stamp(incarnation: int, policy_version: int) -> str:

@@ -28,20 +28,14 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Claim, FailureKind
 from tandem.services.config import Recipe
 from tandem.services.group_leases import GroupLeases, GroupResult
-from tandem.services.leases import (
-    SHUTDOWN,
-    Held,
-    LeaseLoop,
-    LeaseWorker,
-    Release,
-    pause_after,
-)
+from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import group_span
 from tandem.services.process import run_in_thread, stop_event
 from tandem.services.reward import server as reward_server
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
+from tandem.services.reward.pauses import pause_after
 from tandem.services.reward.server import RewardServicer
 from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.run.replica import replica_name

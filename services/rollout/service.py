@@ -49,11 +49,14 @@ _LEAVE_POLL_SECONDS = 0.5
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 _COLLECT_SECONDS = 5.0  # to get unfinished answers from the engine, or a third of a short lease
 _LAST_COLLECT_SECONDS = 1.0  # at a stop, when the leases have yet to be released
+_IDLE_SECONDS = 1.0  # a sampler that waited so long for prompts takes over episodes of one with too many
 _INTENT_SECONDS = 30.0  # to save an episode before it calls an unsafe tool
 _GROWTH = 1.125
 """Unfinished answers are saved when a group has so many times the tokens that were saved. In all, a group's tokens are
 then sent at most 1 / (1 − 1 / 1.125) = 9 times, and once more with each row that finishes between two renewals.
 """
+
+_OVERLOADED = Release("overloaded", "voluntary")
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         self.name = name
         self._episodes = episodes
         self._engine = engine
+        self._buffer = buffer
         self._run_id = buffer.run_id
         self._with_baselines = with_baselines
         self._keeps_failed_episodes = keeps_failed_episodes
@@ -198,6 +202,23 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             if newest and (wanted or newest.num_tokens > _GROWTH * newest.saved_tokens):
                 one.unsaved = newest.to_save
                 self._with_new_turns.discard(one)
+        if self.loop.is_overloaded and self._episodes and self._episodes.can_move and not self.loop.is_stopping:
+            await self._give_to_idle_sampler([one for one in held if one.lease.group_id in groups])
+
+    async def _give_to_idle_sampler(self, held: Sequence[Held[Claim]]) -> None:
+        """Gives back the group with the fewest tokens if another sampler waits for prompts, and goes on with it."""
+        if not await asyncio.to_thread(self._another_waits):
+            return
+        if held := [one for one in held if one.lease.token in self._groups]:
+            fewest = min(held, key=lambda one: self._groups[one.lease.token].num_tokens)
+            log.info("group %s is given back: another sampler has places for its episodes", fewest.lease.group_id)
+            self.loop.give_back(fewest, _OVERLOADED)
+
+    def _another_waits(self) -> bool:
+        figures = self._buffer.figures()
+        others = (figures.get(one.id, {}) for one in self._buffer.samplers() if one.alive and one.id != self.name)
+        waited = [one.get("groups_waiting_seconds", 0.0) for one in others if one.get("groups_free")]
+        return max(waited, default=0.0) > _IDLE_SECONDS
 
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""

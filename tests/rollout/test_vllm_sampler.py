@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from tandem.protos.errors import UnavailableError
-from tandem.protos.types import SamplingParameters
+from tandem.protos.types import SamplingParameters, Segment
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, remove_leftovers
+from tandem.rollout.segments import first_tokens
 from tandem.rollout.vllm import shared_prompts
 from tandem.rollout.vllm.launch import cache_block_tokens
 from tandem.services.buffer.store_source import redis_store
@@ -153,6 +154,31 @@ def test_only_small_float32_weights_are_multiplied_by_torch(monkeypatch: pytest.
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert layers[0].cpu_linear is torch.nn.functional.linear
     assert dispatched == layers[1:]
+
+
+@pytest.mark.slow
+def test_a_later_turn_finds_its_conversation_in_the_cache_until_the_weights_change(
+    tmp_path: Path, redis_url: str
+) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
+    store = redis_store(redis_url, "cached", "weights")
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments) as engine:
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        ring.update()
+
+        def cached_in_turn(before: Segment | list[int]) -> tuple[Segment, int]:
+            cached = engine.call("figures").cached_tokens
+            row = engine.call("sample_one", before, SamplingParameters(max_tokens=300), trajectory_id=0, key="turns")
+            return row.segments[0], engine.call("figures").cached_tokens - cached
+
+        first, cached = cached_in_turn(list(range(3, 83)))
+        assert cached == 0
+        turn = first_tokens(first, 300)
+        assert cached_in_turn(turn)[1] == 2 * 128, "whole blocks of vLLM's cache on CPUs"
+        ring.update()
+        assert cached_in_turn(turn)[1] == 0
 
 
 def note_living_versions(file: Path) -> None:

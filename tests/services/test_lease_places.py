@@ -29,6 +29,8 @@ def test_as_many_leases_as_wait_are_held_beyond_the_capacity() -> None:
         worker.waiting = 0
         await asyncio.sleep(0.05)
         assert loop.num_held == 5 and worker.began == list("abcde"), "none is taken away"
+        await until(lambda: loop.is_overloaded)
+        assert loop.figures()["tickets_free"] == 0
         answers = True
         await until(lambda: len(queue.completed) == 6)
 

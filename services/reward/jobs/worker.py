@@ -18,9 +18,10 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import CompiledRubric, ScoringCore
-from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release, pause_after
+from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.process import run_in_thread
 from tandem.services.reward.jobs.store import ChunkClaim, ChunkResult, JobStore
+from tandem.services.reward.pauses import pause_after
 from tandem.services.reward.undecoded_text import chunk_of
 from tandem.services.reward.wire import read_items, reply_of, score_of
 

@@ -31,8 +31,8 @@ def service(redis_url: str) -> Iterator[Service]:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.leases.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("tandem.services.leases.LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.services.reward.pauses.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("tandem.services.reward.pauses.LONGEST_PAUSE_SECONDS", 0.01)
 
 
 # ---- groups ----

@@ -182,7 +182,7 @@ def test_failures_of_both_kinds_spend_both_budgets(redis_url: str) -> None:
 
 
 def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.leases.FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("tandem.services.reward.pauses.FIRST_PAUSE_SECONDS", 600.0)
     buffer, core = run_of(redis_url, infrastructure=0), ScriptedCore()
     generate(buffer, [answers("infrastructure*1")])
     with scoring(buffer, core):
