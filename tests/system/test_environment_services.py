@@ -27,6 +27,7 @@ from tests.support.processes import run_tandem, wait_until_gone
 from tests.support.redis_ring import new_run
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.waiting import eventually
+from tests.support.whole_run import WholeRun, processes_of, service_process
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 WORDS = ("one", "bad", "end")
@@ -207,3 +208,20 @@ def test_a_service_that_cannot_serve_the_recipe_says_so_in_one_line(
     done = run_tandem("serve", "environments", tmp_path / "recipe.json", override, TANDEM_REDIS_URL=redis_url)
     lines = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
     assert done.returncode == 2 and "Traceback" not in done.stderr and says in lines[-1], done.stdout + done.stderr
+
+
+def test_no_process_of_a_run_outlives_its_killed_supervisor_while_environments_step(tmp_path: Path) -> None:
+    run = WholeRun(
+        tmp_path,
+        run={"run_id": "orphans", "total_batches": 100_000},
+        environment={"service": True, "path": f"{CLASSES}:Unhurried", "max_turns": 4, "max_turn_tokens": 16},
+        reward={"scorer": "earned"},
+    )
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: bool(run.metrics()), supervisor)
+    tree = psutil.Process(supervisor.pid).children(recursive=True)
+    assert service_process(supervisor, "environments").children(), "the environments' processes"
+    supervisor.kill()
+    assert psutil.wait_procs(tree, timeout=60)[1] == []
+    assert processes_of(run) == [], "nor what was started meanwhile"
+    supervisor.wait(10)
