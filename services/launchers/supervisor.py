@@ -22,7 +22,7 @@ from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.control.controller import Controller, Lease
 from tandem.services.control.server import control_server
-from tandem.services.data.overlap import trained_prompts
+from tandem.services.data.overlap import compares_tasks, trained_prompts
 from tandem.services.launchers.children import ChildSpec
 from tandem.services.launchers.local import LocalLauncher
 from tandem.services.launchers.machines import THIS_MACHINE, Machines
@@ -160,13 +160,13 @@ class OutageReport:
 
 
 class OverlapReport:
-    """Says once how many prompts of evaluation sets are in the training data, too. Counts them while the run starts.
-    Says nothing with an environment, whose tasks differ by more than their prompts.
+    """Says once how many prompts, or tasks of an environment, of evaluation sets are in the training data, too. Counts
+    them while the run starts.
     """
 
     def __init__(self, recipe: Recipe, report: Callable[[str], None]) -> None:
-        counts = bool(recipe.eval_sets) and not recipe.environment.path
-        self._counting = in_thread("overlap", trained_prompts, recipe) if counts else None
+        self._counting = in_thread("overlap", trained_prompts, recipe) if recipe.eval_sets else None
+        self._counted = "tasks" if compares_tasks(recipe) else "prompts"
         self._report = report
 
     def tell(self) -> None:
@@ -181,7 +181,8 @@ class OverlapReport:
             return
         for name, (number, total) in shared.items():
             if number:
-                self._report(f"evaluation set {name}: {number} of {total} prompts are in the training data, too")
+                counted = f"{number} of {total} {self._counted}"
+                self._report(f"evaluation set {name}: {counted} are in the training data, too")
 
 
 def _report(recipe: Recipe, console: Console, line: str) -> None:

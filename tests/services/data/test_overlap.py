@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tandem.services.data.overlap import num_shared, trained_prompts
 from tandem.services.launchers.supervisor import OverlapReport
 from tests.support.dataset_files import BAD_ROWS, verl_row, write_lines, write_parquet
 from tests.support.run_inputs import recipe_of, small_values
+from tests.support.waiting import eventually
 
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 
@@ -48,22 +48,53 @@ def test_the_sets_of_a_recipe_are_compared_as_far_as_they_are_used(tmp_path: Pat
     assert trained_prompts(recipe_of(values)) == {}
 
 
+def test_tasks_of_an_environment_are_the_same_if_their_ground_truth_and_extra_info_are(tmp_path: Path) -> None:
+    """Every row has the same prompt. Where a row stands is not part of its task."""
+
+    def task(truth: str, **extra: object) -> dict[str, object]:
+        return verl_row("Guess a number.", truth, extra_info=extra)
+
+    values = small_values(tmp_path)
+    tasks = [task("1", split="train", index=0, most=15), task("2", split="train", index=1, seed=7)]
+    train = write_parquet(tmp_path / "train.parquet", tasks)
+    more = write_lines(tmp_path / "more.jsonl", [task("3", index=0, example_id=9), *(bad for _, bad in BAD_ROWS)])
+    asked = [
+        task("1", split="test", index=5, most=15),
+        task("2", split="test", index=6, seed=8),
+        task("3", split="test", index=7),
+        task("4", split="test", index=8),
+        task("1", split="test", index=9, most=16),
+    ]
+    files = [write_lines(tmp_path / "held.jsonl", asked), write_parquet(tmp_path / "stored.parquet", asked)]
+    sets = [{"file": str(file)} for file in files]
+    data = {"train": [{"path": str(train)}, {"path": str(more)}]}
+    del values["data"]["train_file"]
+    for environment, number in (({"path": "a:B"}, 2), ({"tools": ["a:b"]}, 5), ({}, 5)):
+        recipe = recipe_of(values, data=data, eval={"sets": sets}, environment=environment)
+        assert trained_prompts(recipe) == {"held": (number, 5), "stored": (number, 5)}
+    alone = recipe_of(values, data={"train": [{"path": str(more)}]}, eval={"sets": sets}, environment={"path": "a:B"})
+    assert trained_prompts(alone)["stored"] == (1, 5)
+
+
 def test_a_run_says_once_which_sets_have_prompts_of_the_training_data(tmp_path: Path) -> None:
     values = small_values(tmp_path)
     train = values["data"]["train_file"]
     other = str(write_lines(tmp_path / "other.jsonl", [verl_row("20 + 1 =", "21")]))
     recipe = recipe_of(values, eval={"sets": [{"name": "seen", "file": train}, {"file": other}]})
-    lines: list[str] = []
-    plays = recipe_of(values, eval={"sets": recipe.eval.sets}, environment={"path": "a:B"})
-    reports = [OverlapReport(one, lines.append) for one in (plays, recipe)]
-    ends = time.monotonic() + 10.0
-    while not lines and time.monotonic() < ends:
-        for report in reports:
+    environments: list[dict[str, object]] = [{}, {"tools": ["a:b"]}, {"path": "a:B"}]
+    for environment, counted in zip(environments, ("prompts", "prompts", "tasks"), strict=True):
+        lines: list[str] = []
+        report = OverlapReport(
+            recipe_of(values, eval={"sets": recipe.eval.sets}, environment=environment), lines.append
+        )
+
+        def told(report: OverlapReport = report, lines: list[str] = lines) -> list[str]:
             report.tell()
-        time.sleep(0.01)
-    for report in reports:
+            return lines
+
+        eventually(told)
         report.tell()
-    assert lines == ["evaluation set seen: 4 of 4 prompts are in the training data, too"]
+        assert lines == [f"evaluation set seen: 4 of 4 {counted} are in the training data, too"]
 
 
 def test_data_check_counts_the_rows_that_are_in_training_files(tmp_path: Path) -> None:
