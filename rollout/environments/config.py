@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.protos.options import Options
+from tandem.rollout.environments.tools.parsers import ToolFormat
 
+TOOL_FORMATS = ("auto", *get_args(ToolFormat))
+"""Values of `environment.tool_format` besides the names of vLLM's parsers."""
 PYTHON = "python"
 """How `environment.tools` names the tool that runs programs."""
 TOOL_ENVIRONMENT = "tandem.rollout.environments.tools.environment:ToolEnvironment"
@@ -65,7 +69,7 @@ class EnvironmentConfig(Options):
     `module.path:function`, verl's YAML files, the JSON files of MCP servers, and `python`, which runs programs in the
     sandbox (docs/tools.md). `arguments` may set their limits.
     """
-    tool_format: Annotated[str, Field(pattern=r"^(auto|hermes|qwen3_coder|llama3_json|pythonic|vllm:[\w-]+)$")] = "auto"
+    tool_format: str = "auto"
     """How the policy writes calls: `auto`, as the chat template says; `hermes`, `qwen3_coder`, `llama3_json` or
     `pythonic`; or the name of one of vLLM's parsers, such as `vllm:kimi_k2` (docs/tools.md).
     """
@@ -130,6 +134,14 @@ class EnvironmentConfig(Options):
     def run_by(self) -> Literal["rollout", "environments"]:
         """The kind of service that has the environments' processes."""
         return "environments" if self.service else "rollout"
+
+    @field_validator("tool_format")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in TOOL_FORMATS and not re.fullmatch(r"vllm:[\w-]+", value):
+            named = f"{', '.join(TOOL_FORMATS)}, or vllm:NAME with the name of one of vLLM's parsers"
+            raise ValueError(f"{value!r:.80} is not known; it is {named}")
+        return value
 
     @model_validator(mode="after")
     def _can_be_sandboxed(self) -> EnvironmentConfig:

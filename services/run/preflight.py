@@ -45,6 +45,7 @@ from tandem.services.run.model_check import (
 )
 from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, num_cores
 from tandem.services.run.resume import check_resumable
+from tandem.services.run.tool_formats import check_tool_format
 from tandem.trainer.backend import registry as training_backends
 from tandem.trainer.batch.record import recorded_versions
 
@@ -337,14 +338,13 @@ def check_environment_service(recipe: Recipe) -> None:
 
 
 def check_environment(recipe: Recipe) -> None:
-    """Checks the environment's class, and that its unsafe tools are never called without a saved intent."""
+    """Checks the format of calls, the class, and that its unsafe tools are never called without a saved intent."""
+    check_tool_format(recipe.environment)
     unsafe = sorted(asyncio.run(check_class(recipe.environment))) if recipe.environment.path else []
-    if not unsafe:
-        return
-    if not recipe.rollout.partial_rollout:
+    if unsafe and not recipe.rollout.partial_rollout:
         fault = "rollout.partial_rollout is false, and only saved episodes may call it"
         raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, but {fault}; set it to true")
-    if recipe.eval_sets:
+    if unsafe and recipe.eval_sets:
         fault = "evaluations do not save their episodes; leave the evaluation sets out"
         raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, and {fault}")
 
