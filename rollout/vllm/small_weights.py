@@ -25,7 +25,7 @@ def multiply_small_weights_with_torch() -> None:
 
     @functools.wraps(dispatch)
     def choose(layer: nn.Module, remove_weight: bool) -> None:
-        if _is_small(layer.weight):
+        if _is_small(layer.get_parameter("weight")):
             vars(layer)["cpu_linear"] = nn.functional.linear
         else:
             dispatch(layer, remove_weight)

@@ -25,6 +25,19 @@ def code(name: str, times: int = 1) -> str:
     return value * times
 
 
+@server.tool(annotations=ToolAnnotations(destructive_hint=True))
+def pay(amount: int) -> str:
+    """Takes money, each time that it is called."""
+    return f"{amount} paid"
+
+
+@server.tool(annotations=ToolAnnotations(destructive_hint=True, idempotent_hint=True))
+def remove(name: str) -> str:
+    """Removes a name; a second call changes nothing more."""
+    (FOLDER / name).unlink(missing_ok=True)
+    return "removed"
+
+
 @server.tool()
 def fail(how: str) -> str:
     """Fails."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.protos.types import SamplingParameters, Trajectory
-from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.rollout.environments.config import EnvironmentConfig, StopPolicies
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.services.data.chat import ChatEncoder
@@ -88,9 +88,72 @@ def test_calls_that_cannot_be_read_or_take_too_long_are_told_or_end_the_episode(
     assert row.metadata["info"].get("num_tool_calls", 0) == executed
 
 
-def test_an_unscored_end_is_no_reward_of_a_tool_that_was_too_slow(with_tools: ChatEncoder) -> None:
-    sampler = Caller(lambda _: [FAIL.replace("HOW", "hang"), "done"])
-    limits = {"step_seconds": 1.0, "policies": {"tool_timeout": "unscored"}}
-    sampler.max_model_tokens = 4000
-    row = play(with_tools, sampler, SamplingParameters(max_tokens=3000), tools=TOOLS, **limits)
-    assert row.finish_reason == "error" and "tool_timeout" in row.metadata["unscored"]
+HANG = FAIL.replace("HOW", "hang")
+LATE: dict[str, Any] = {"path": ECHO, "words": ["one", "two"], "stops_at": (1, 2)}
+"""The second turn never ends."""
+LONG: dict[str, Any] = {"path": ECHO, "words": ["one", "x" * 1000]}
+ENDS: dict[str, dict[str, Any]] = {
+    "turns": {"path": ECHO, "words": ["one", "two"], "max_turns": 1},
+    "episode_tokens": LONG,
+    "turn_tokens": {**LONG, "max_turn_tokens": 20},
+    "context": {**LONG, "longest": 300},
+    "episode_time": {**LATE, "episode_seconds": 0.5},
+    "turn_time": {**LATE, "turn_seconds": 0.5},
+    "parse_error": {"words": [UNREADABLE]},
+    "invalid_calls": {"words": [UNKNOWN], "max_invalid_calls": 1},
+    "call_limit": {"words": [ADD, ADD], "arguments": {"max_calls": 1}},
+    "tool_timeout": {"words": [HANG], "step_seconds": 1.0},
+}
+"""An episode for each limit that a policy is known for; with tools, unless it has a path."""
+OF_AGENTS = {"refused"}
+"""Ends of agents alone: tests/services/rollout/test_openai_proxy.py."""
+
+
+def ended(
+    encoder: ChatEncoder,
+    words: Sequence[str],
+    longest: int = 4000,
+    stops_at: tuple[int, int] | None = None,
+    **more: Any,
+) -> Trajectory:
+    """An episode with tools, unless `more` has a path."""
+    sampler = (ScriptedSampler if "path" in more else Caller)(lambda _: words)
+    sampler.max_model_tokens, sampler._stops_at = longest, stops_at
+    config = more if "path" in more else {"tools": TOOLS, **more}
+    return play(encoder, sampler, SAMPLING if "path" in more else SamplingParameters(max_tokens=3000), **config)
+
+
+@pytest.mark.parametrize("stop", sorted({*StopPolicies.model_fields} - OF_AGENTS))
+def test_every_limit_leaves_its_episode_unscored_where_the_recipe_says_so(
+    encoder: ChatEncoder, with_tools: ChatEncoder, stop: str
+) -> None:
+    how = ENDS[stop]
+    row = ended(encoder if "path" in how else with_tools, **how, policies={stop: "unscored"})
+    assert row.metadata["stop"] == stop and row.finish_reason == "error"
+    assert row.metadata["unscored"] == f"it ended by {stop!r}, which environment.policies leaves unscored"
+    assert row.segments[0].loss_mask.any(), "it is unscored by its policy, and not because nothing was sampled"
+
+
+@pytest.mark.parametrize(
+    ("how", "policies", "stop"),
+    [
+        ({"words": [UNREADABLE], "max_turn_tokens": 5}, ["turn_tokens", "parse_error"], "turn_tokens"),
+        ({"words": [UNREADABLE], "max_invalid_calls": 1}, ["parse_error", "invalid_calls"], "parse_error"),
+        ({"words": [UNKNOWN], "max_invalid_calls": 1, "max_turns": 1}, ["invalid_calls", "turns"], "invalid_calls"),
+        (
+            {"words": [ADD + ADD + UNKNOWN], "arguments": {"max_calls": 1, "max_invalid_calls": 1}},
+            *(["call_limit"], "terminated"),
+        ),
+        (
+            {"words": [HANG + ADD], "arguments": {"max_calls": 1}, "step_seconds": 1.0},
+            *(["tool_timeout", "call_limit"], "call_limit"),
+        ),
+        ({"words": [HANG], "step_seconds": 1.0, "max_turns": 1}, ["tool_timeout", "turns"], "tool_timeout"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_of_ends_that_apply_at_once_the_first_one_of_the_documented_order_is_told(
+    with_tools: ChatEncoder, how: dict[str, Any], policies: Sequence[str], stop: str
+) -> None:
+    row = ended(with_tools, **how, policies=dict.fromkeys(policies, "end"))
+    assert (row.metadata["stop"], row.metadata["num_turns"]) == (stop, 1)

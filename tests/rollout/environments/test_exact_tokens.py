@@ -42,6 +42,8 @@ CALLS = [
     '{ "arguments": {}, "name":"add" }',
     "{broken",
 ]
+FOREIGN = [f"{THINK}not the policy's{END_THINK}\n\n7", f"I call. {CALL}{CALLS[0]}{END_CALL}"]
+"""What only an answer that the policy has not given says."""
 MOST_TURNS = 5
 
 Turn = tuple[list[int], list[int]]
@@ -94,24 +96,41 @@ class RandomPolicy(ScriptedSampler):
 
 
 class RandomEnvironment:
-    """Says random things, as a user or as a tool. Each turn earns a reward of its own."""
+    """Says random things, as a user or as a tool, also with answers that the policy has not given. Each turn earns a
+    reward of its own.
+    """
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
         self._num_steps = 0
+        self.given: list[list[Message]] = []
+        """What `reset` and each step answered."""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
-        return Observation(self._messages() if self._random.random() < 0.5 else [])
+        return Observation(self._given(self._random.random() < 0.5))
 
     async def step(self, action: Message, *, deadline: float, idempotency_key: str) -> StepResult:
         self._num_steps += 1
         ended = bool(self._random.random() < 0.15)
-        return StepResult([] if ended else self._messages(), reward=self._num_steps / 8, terminated=ended)
+        return StepResult(self._given(not ended), reward=self._num_steps / 8, terminated=ended)
+
+    def _given(self, speaks: bool) -> list[Message]:
+        self.given.append(self._messages() if speaks else [])
+        return self.given[-1]
 
     def _messages(self) -> list[Message]:
         role = self._random.choice(["user", "tool"])
         texts = self._random.choice(TEXTS, self._random.integers(1, 3))
-        return [{"role": str(role), "content": str(text)} for text in texts]
+        messages = [{"role": str(role), "content": str(text)} for text in texts]
+        if self._random.random() < 0.3:
+            foreign = {"role": "assistant", "content": str(self._random.choice([*TEXTS, *FOREIGN]))}
+            messages.insert(int(self._random.integers(0, len(messages) + 1)), foreign)
+        return messages
+
+    def spoken(self, num_turns: int) -> list[int]:
+        """Places of the policy's turns in a conversation whose prompt is one message."""
+        ends = np.cumsum([1 + len(messages) for messages in self.given])
+        return [int(end) for end in ends[:num_turns]]
 
     async def final_reward(self) -> float:
         return 0.0
@@ -146,6 +165,8 @@ class Counts:
     """
     compared: int = 0
     """Turns whose conversation, encoded again, does."""
+    foreign: int = 0
+    """Answers of other policies that the environment put into the conversations."""
 
 
 @dataclass
@@ -169,14 +190,18 @@ class Play:
             messages = ({"role": "user", "content": str(random.choice(TEXTS))},)
             sampling = SamplingParameters(max_tokens=int(random.integers(40, 400)))
             prompt = Prompt(0, number, self.encoder.encode(messages), 1, sampling, messages=messages)
-            self.check(await sampler.sample(prompt, sampling, 0), policy.turns)
+            row = await sampler.sample(prompt, sampling, 0)
+            self.check(row, policy.turns, pool.environment.spoken(len(policy.turns)))
         return self.counts
 
-    def check(self, row: Trajectory, turns: list[Turn]) -> None:
+    def check(self, row: Trajectory, turns: list[Turn], spoken: list[int]) -> None:
+        """`spoken`: places of the turns in the conversation."""
         self.counts.episodes += 1
         segments = iter(row.segments)
         conversation = for_template(row.metadata["messages"])
-        spoken = [place for place, one in enumerate(conversation) if one["role"] == "assistant"]
+        answers = [place for place, one in enumerate(conversation) if one["role"] == "assistant"]
+        assert {*spoken} <= {*answers}
+        self.counts.foreign += len(answers) - len(spoken)
         known: list[int] = []
         for number, ((prompt, sampled), place) in enumerate(zip(turns, spoken, strict=True)):
             again = self.encoder.encode(conversation[:place]).tolist()
@@ -236,6 +261,7 @@ def played(encoders: Mapping[str, ChatEncoder], mode: Literal["keep", "fork"], n
 def check_counts(kept: Mapping[str, Counts], forked: Mapping[str, Counts]) -> None:
     for name in TEMPLATES:
         assert min(kept[name].breaks, kept[name].compared if name != "Mistral" else 1) > 0, name
+        assert kept[name].foreign > 10 < forked[name].foreign, name
         thoughts_stay = name not in ("Qwen3", "DeepSeek-R1")
         assert kept[name].forks == 0 and (forked[name].forks < forked[name].turns / 4) == thoughts_stay, name
 

@@ -41,7 +41,8 @@ def test_a_server_answers_calls_and_one_that_ends_costs_an_attempt_and_leaves_no
         pool = EnvironmentPool(EnvironmentConfig(tools=(source,)))
         await pool.start()
         try:
-            assert [tool["function"]["name"] for tool in pool.tools] == ["code", "fail", "greet"]
+            assert [tool["function"]["name"] for tool in pool.tools] == ["code", "pay", "remove", "fail", "greet"]
+            assert [*pool.unsafe_tools] == ["pay"], "its annotation says that it is destructive"
             assert pool.tools[0]["function"]["description"] == "Tells the code of a name, which nobody else knows."
             first, second = await asyncio.gather(reset(pool, "one"), reset(pool, "two"))
             calls = [call("code", name="a"), call("code", name="a", times=2), call("code"), call("greet")]
@@ -71,7 +72,8 @@ def test_a_server_has_the_effect_that_its_file_declares(tmp_path: Path, effect: 
     declared = {} if effect is None else {"effect": effect}
     source = write_file(tmp_path, command=sys.executable, args=[SERVER, str(tmp_path)], **declared)
     tools = load_tools((source,))
-    expected = ["pure", "idempotent", "idempotent"] if effect is None else [effect] * 3
+    told = ["pure", "unsafe", "idempotent", "idempotent", "idempotent"]  # by their annotations
+    expected = told if effect is None else [effect] * len(told)
     assert [tool.effect for tool in tools.values()] == expected
     assert [tool.parallel for tool in tools.values()] == [one == "pure" for one in expected]
 

@@ -6,17 +6,16 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from tandem.protos import common_pb2, environments_pb2, environments_pb2_grpc
-from tandem.protos.errors import DataError, EpisodeError, UnavailableError
+from tandem.protos import common_pb2, environments_pb2_grpc
+from tandem.protos.errors import EpisodeError, UnavailableError
 from tandem.rollout.environments import other_interpreter
 from tandem.rollout.environments.process import EnvironmentPool, RemoteEnvironment
 from tandem.services.buffer.buffer import Buffer
@@ -24,9 +23,8 @@ from tandem.services.config import Recipe
 from tandem.services.environments.server import RPC_LIMITS, SERVICE_NAME, EnvironmentServicer
 from tandem.services.rollout import environment_services
 from tandem.services.rollout.environment_services import EnvironmentServices
-from tandem.services.rpc.client import connect_async, from_rpc_error
 from tandem.services.rpc.server import RpcServer, start_server
-from tandem.services.rpc.tokens import Role, Tokens, bearer, run_token
+from tandem.services.rpc.tokens import Tokens
 from tests.support.environments import ECHOED
 from tests.support.paths import ROOT
 from tests.support.redis_ring import new_run
@@ -35,22 +33,6 @@ from tests.support.run_inputs import recipe_of, small_values
 CLASSES = "tests.support.environments"
 TIC_TAC_TOE = f"{ROOT}/examples/environments/tic_tac_toe.py:TicTacToe"
 LONG = 60.0
-
-
-@pytest.fixture
-def buffer(redis_url: str) -> Iterator[Buffer]:
-    buffer = new_run(redis_url)
-    yield buffer
-    buffer.close()
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    """Its environment notes every call in the folder `marks`."""
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    environment = {"path": f"{CLASSES}:Restored", "arguments": {"marks": str(marks)}, "service": True}
-    return recipe_of(small_values(tmp_path), environment=environment)
 
 
 class Running:
@@ -163,47 +145,6 @@ def test_a_service_may_run_environments_under_another_interpreter(recipe: Recipe
             await environment.reset({"ground_truth": "1"}, seed=7, episode_id="0-0/1/a")
             assert (await step(environment, "end", "0-0/1/a/0/x")).terminated
             await environment.close()
-
-    in_time(main)
-
-
-def test_a_repeated_call_has_no_other_effect_and_the_same_reply(recipe: Recipe, buffer: Buffer) -> None:
-    judged = {"path": f"{CLASSES}:Judged"}
-    recipe = recipe.model_copy(update={"environment": recipe.environment.model_copy(update=judged)})
-
-    async def main() -> None:
-        async with serving(recipe, buffer) as running, AsyncExitStack() as stack:
-            channel = await stack.enter_async_context(connect_async(running.server.address))
-            stub = environments_pb2_grpc.EnvironmentServiceStub(channel)
-            metadata = (bearer(run_token(buffer.secret(), Role.internal)),)
-
-            async def twice(method: Any, request: Any) -> Any:
-                replies = [method(request, metadata=metadata, timeout=LONG) for _ in range(2)]
-                one, other = await asyncio.gather(*replies)
-                assert one == other == await method(request, metadata=metadata, timeout=LONG)
-                return one
-
-            await twice(stub.Open, environments_pb2.OpenRequest(environment_id="e", episode_id="a/0", task="{}"))
-            request = environments_pb2.StepRequest(
-                environment_id="e", idempotency_key="a/0/0", action='{"content": "random"}', timeout_seconds=LONG
-            )
-            await twice(stub.Step, request)
-            call = stub.Step(request, metadata=metadata, timeout=LONG)
-            call.cancel()
-            request.idempotency_key = "a/0/1"
-            await twice(stub.Step, request)
-            reply = await twice(stub.FinalReward, environments_pb2.FinalRewardRequest(environment_id="e"))
-            assert reply.reward == 2.0
-            assert calls(recipe) == ["reset a/0", "step a/0/0", "step a/0/1", "final_reward"]
-            assert (running.servicer.figures.opened, running.servicer.figures.steps) == (1, 2)
-            await twice(stub.Close, environments_pb2.CloseRequest(environment_id="e"))
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Step(request, metadata=metadata, timeout=LONG)
-            assert isinstance(from_rpc_error(refused.value), EpisodeError)
-            request.environment_id, request.action = "f", "no JSON"
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Open(environments_pb2.OpenRequest(task="[]"), metadata=metadata, timeout=LONG)
-            assert isinstance(from_rpc_error(refused.value), DataError)
 
     in_time(main)
 

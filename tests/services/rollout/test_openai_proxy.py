@@ -66,6 +66,30 @@ def test_another_conversation_is_another_segment_and_each_sampled_token_is_in_on
     assert row.text == "one\ntwo\nthree\nfour"
 
 
+@pytest.mark.parametrize("setting", ["keep", "fork"])
+def test_answers_that_the_policy_has_not_given_are_not_trained(encoder: ChatEncoder, setting: str) -> None:
+    """The first call shows examples, and a later one an answer of the agent's own. The conversation goes on."""
+    examples: list[Any] = [*PROMPT, USER, {"role": "assistant", "content": "example"}, USER]
+    foreign: list[Any] = [USER, {"role": "assistant", "content": "foreign"}, USER]
+
+    async def main() -> Trajectory:
+        async with served(encoder, lambda _: ["one", "two", "three"], rewritten_history=setting) as (one,):
+            first = await one.say(*examples)
+            second = await one.say(*examples, first, USER)
+            await one.say(*examples, first, USER, second, *foreign)
+            return one.row()
+
+    row = asyncio.run(main())
+    (segment,) = row.segments
+    assert texts_of(row) == [["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]]
+    said = [{"role": "assistant", "content": word} for word in ("one", "two")]
+    whole = encoder.encode([*examples, said[0], USER, said[1], *foreign]).tolist()
+    assert segment.ids.tolist()[: len(whole)] == whole, "the other answers are read as the template shows them"
+    assert segment.num_prompt_tokens == len(encoder.encode(examples))
+    given = tokenizer().decode(segment.ids[segment.loss_mask == 0].tolist())
+    assert given.count("example") == given.count("foreign") == 1 and row.text == "one\ntwo\nthree"
+
+
 @pytest.mark.parametrize("change", ["another answer", "a turn less", "other tools"])
 def test_a_rewritten_history_is_refused_or_begins_a_segment(encoder: ChatEncoder, tmp_path: Path, change: str) -> None:
     own = ChatEncoder(str(build_tiny_model(tmp_path, chat_template=TOOL_TEMPLATE)))

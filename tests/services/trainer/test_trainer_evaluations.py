@@ -58,6 +58,22 @@ def test_a_run_that_improves_no_more_ends_and_keeps_its_best_version(
     assert evaluated_versions(recipe) == list(range(trained + 1)), "the last version is evaluated once"
 
 
+def test_a_run_ends_once_it_is_good_enough_and_keeps_its_two_best_versions(
+    tmp_path: Path, redis_url: str, scripted: dict[int, float]
+) -> None:
+    scripted |= {0: 0.95, 1: 0.6, 2: 0.5, 3: 0.9}
+    best = {"keep_best": "eval/test/pass@1", "num_best": 2, "stop_at": 0.9}
+    more = {"learning_rate": 1e-2, "evaluate_every": 1}
+    recipe = make_recipe(tmp_path, run={"total_batches": 9}, data=EVALUATED, trainer=more, eval=best)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(9 * P))
+    assert train(recipe, redis_url)
+    trained = len(lines_of(recipe))
+    assert 3 <= trained <= 5, "batches 4 and 5 may be recorded by then; version 0 is not trained, and ends nothing"
+    assert {export.name for export in (recipe.folder / "best").iterdir()} == {"000001", "000003"}
+    assert evaluated_versions(recipe) == list(range(trained + 1)) and not buffer.verify()
+
+
 def test_an_evaluation_that_was_interrupted_is_done_by_the_next_trainer(
     tmp_path: Path, redis_url: str, scripted: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

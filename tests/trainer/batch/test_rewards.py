@@ -54,12 +54,14 @@ def test_segments_of_a_trajectory_share_one_advantage_and_the_group_counts_it_on
         torch.testing.assert_close(row, torch.full_like(row, want))
 
 
-def test_baselines_and_unscored_rows_are_not_trajectories() -> None:
+@pytest.mark.parametrize(("name", "scale"), [("dr_grpo", 1.0), ("grpo", 0.5 + 1e-6)])
+def test_baselines_and_unscored_rows_are_not_trajectories(name: str, scale: float) -> None:
+    """The rewards 1, 0, ½ have the mean ½ and the standard deviation ½; a row without a reward is in neither."""
     group = make_group(0, num_samples=4, rewards=[1.0, None, 0.0, 0.5], baseline=True)
-    layout, targets = targets_of([group], {"advantage": "dr_grpo"})
+    layout, targets = targets_of([group], {"advantage": name})
     assert layout.trajectories == (("0-0", 0), ("0-0", 2), ("0-0", 3))
     firsts = [float(row[0]) for row in targets.advantages_N.split(layout.lengths_R.tolist())]
-    assert firsts == pytest.approx([0.5, -0.5, 0.0])
+    assert firsts == pytest.approx([0.5 / scale, -0.5 / scale, 0.0])
 
 
 def test_rewards_are_compared_with_the_greedy_answers_of_their_own_group() -> None:
