@@ -84,16 +84,6 @@ class SlowForOne:
     async def close(self) -> None: ...
 
 
-class Unhurried(Echo):
-    """Takes its time for a step, so that a sampler can be killed in the middle of an episode."""
-
-    resume = "replay"
-
-    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
-        await asyncio.sleep(0.3)
-        return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
-
-
 class Noted(Echo):
     """Notes its calls in a file of its folder. It answers "random" with a word that nobody has said before."""
 
@@ -110,9 +100,20 @@ class Noted(Echo):
         return result
 
     def note(self, call: str) -> None:
-        assert self.marks is not None
+        if self.marks is None:
+            return
         with open(self.marks / "calls", "a") as calls:
             calls.write(f"{call}\n")
+
+
+class Unhurried(Noted):
+    """Takes its time for a step, so that a sampler can be killed in the middle of an episode."""
+
+    resume = "replay"
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        await asyncio.sleep(0.3)
+        return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
 
 
 class Judged(Noted):
