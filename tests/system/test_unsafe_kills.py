@@ -24,8 +24,8 @@ from tests.support.episodes import prompt_of
 from tests.support.redis_ring import new_run
 from tests.support.unsafe_tools import VARIABLE, calls
 
-GROUPS, SAMPLES, KILLS, TIMEOUT = 10, 3, 4, 60.0
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+GROUPS, SAMPLES, KILLS, TIMEOUT = 50, 3, 20, 60.0
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
 def wait(condition: Callable[[], bool]) -> None:
