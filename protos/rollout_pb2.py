@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.protos import common_pb2 as tandem_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/rollout.proto\x12\ttandem.v1\x1a\x1atandem/protos/common.proto\"\xb0\x01\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\r\n\x05min_p\x18\x08 \x01(\x02\x42\x07\n\x05_seed\"\xb2\x02\n\x0fGenerateRequest\x12.\n\x05items\x18\x01 \x03(\x0b\x32\x1f.tandem.v1.GenerateRequest.Item\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.tandem.v1.SamplingParameters\x12\x1d\n\x10required_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x1a\x64\n\x04Item\x12\x12\n\nprompt_ids\x18\x01 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x05\x12\x33\n\x07\x65pisode\x18\x03 \x01(\x0b\x32\".tandem.v1.GenerateRequest.Episode\x1a$\n\x07\x45pisode\x12\x0b\n\x03row\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\tB\x13\n\x11_required_version\"\x9e\x02\n\rGenerateReply\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.GenerateReply.Item\x1a\xa4\x01\n\x06Sample\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12%\n\x05spans\x18\x05 \x03(\x0b\x32\x16.tandem.v1.VersionSpan\x12\x15\n\rearned_reward\x18\x06 \x01(\x01\x12\x0f\n\x07\x65pisode\x18\x07 \x01(\t\x1a\x38\n\x04Item\x12\x30\n\x07samples\x18\x01 \x03(\x0b\x32\x1f.tandem.v1.GenerateReply.Sample\"\x0e\n\x0cPauseRequest\"\x0f\n\rResumeRequest\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"P\n\x0cSamplerState\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x12\x18\n\x10groups_in_flight\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\xa7\x01\n\x16JoinWeightGroupRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x12\n\ngroup_name\x18\x03 \x01(\t\x12\x12\n\nfirst_rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x07 \x01(\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03J\x04\x08\x02\x10\x03\"\x16\n\x14JoinWeightGroupReply\"U\n\x14UpdateWeightsRequest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"n\n\x12UpdateWeightsReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x15\n\rstall_seconds\x18\x04 \x01(\x01\x32\xad\x03\n\x0eRolloutService\x12@\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateReply\x12\x39\n\x05Pause\x12\x17.tandem.v1.PauseRequest\x1a\x17.tandem.v1.SamplerState\x12;\n\x06Resume\x12\x18.tandem.v1.ResumeRequest\x1a\x17.tandem.v1.SamplerState\x12\x39\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x17.tandem.v1.SamplerState\x12U\n\x0fJoinWeightGroup\x12!.tandem.v1.JoinWeightGroupRequest\x1a\x1f.tandem.v1.JoinWeightGroupReply\x12O\n\rUpdateWeights\x12\x1f.tandem.v1.UpdateWeightsRequest\x1a\x1d.tandem.v1.UpdateWeightsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/protos/rollout.proto\x12\ttandem.v1\x1a\x1atandem/protos/common.proto\"\xb0\x01\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\r\n\x05min_p\x18\x08 \x01(\x02\x42\x07\n\x05_seed\"\xc7\x02\n\x0fGenerateRequest\x12.\n\x05items\x18\x01 \x03(\x0b\x32\x1f.tandem.v1.GenerateRequest.Item\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.tandem.v1.SamplingParameters\x12\x1d\n\x10required_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x1a\x64\n\x04Item\x12\x12\n\nprompt_ids\x18\x01 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x05\x12\x33\n\x07\x65pisode\x18\x03 \x01(\x0b\x32\".tandem.v1.GenerateRequest.Episode\x1a\x39\n\x07\x45pisode\x12\x0b\n\x03row\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\tB\x13\n\x11_required_version\"\x9e\x02\n\rGenerateReply\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.GenerateReply.Item\x1a\xa4\x01\n\x06Sample\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12%\n\x05spans\x18\x05 \x03(\x0b\x32\x16.tandem.v1.VersionSpan\x12\x15\n\rearned_reward\x18\x06 \x01(\x01\x12\x0f\n\x07\x65pisode\x18\x07 \x01(\t\x1a\x38\n\x04Item\x12\x30\n\x07samples\x18\x01 \x03(\x0b\x32\x1f.tandem.v1.GenerateReply.Sample\"\x0e\n\x0cPauseRequest\"\x0f\n\rResumeRequest\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"P\n\x0cSamplerState\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x12\x18\n\x10groups_in_flight\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\xa7\x01\n\x16JoinWeightGroupRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x12\n\ngroup_name\x18\x03 \x01(\t\x12\x12\n\nfirst_rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x07 \x01(\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03J\x04\x08\x02\x10\x03\"\x16\n\x14JoinWeightGroupReply\"U\n\x14UpdateWeightsRequest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"n\n\x12UpdateWeightsReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x15\n\rstall_seconds\x18\x04 \x01(\x01\x32\xad\x03\n\x0eRolloutService\x12@\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateReply\x12\x39\n\x05Pause\x12\x17.tandem.v1.PauseRequest\x1a\x17.tandem.v1.SamplerState\x12;\n\x06Resume\x12\x18.tandem.v1.ResumeRequest\x1a\x17.tandem.v1.SamplerState\x12\x39\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x17.tandem.v1.SamplerState\x12U\n\x0fJoinWeightGroup\x12!.tandem.v1.JoinWeightGroupRequest\x1a\x1f.tandem.v1.JoinWeightGroupReply\x12O\n\rUpdateWeights\x12\x1f.tandem.v1.UpdateWeightsRequest\x1a\x1d.tandem.v1.UpdateWeightsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS']._serialized_start=71
   _globals['_SAMPLINGPARAMETERS']._serialized_end=247
   _globals['_GENERATEREQUEST']._serialized_start=250
-  _globals['_GENERATEREQUEST']._serialized_end=556
+  _globals['_GENERATEREQUEST']._serialized_end=577
   _globals['_GENERATEREQUEST_ITEM']._serialized_start=397
   _globals['_GENERATEREQUEST_ITEM']._serialized_end=497
   _globals['_GENERATEREQUEST_EPISODE']._serialized_start=499
-  _globals['_GENERATEREQUEST_EPISODE']._serialized_end=535
-  _globals['_GENERATEREPLY']._serialized_start=559
-  _globals['_GENERATEREPLY']._serialized_end=845
-  _globals['_GENERATEREPLY_SAMPLE']._serialized_start=623
-  _globals['_GENERATEREPLY_SAMPLE']._serialized_end=787
-  _globals['_GENERATEREPLY_ITEM']._serialized_start=789
-  _globals['_GENERATEREPLY_ITEM']._serialized_end=845
-  _globals['_PAUSEREQUEST']._serialized_start=847
-  _globals['_PAUSEREQUEST']._serialized_end=861
-  _globals['_RESUMEREQUEST']._serialized_start=863
-  _globals['_RESUMEREQUEST']._serialized_end=878
-  _globals['_DRAINREQUEST']._serialized_start=880
-  _globals['_DRAINREQUEST']._serialized_end=919
-  _globals['_SAMPLERSTATE']._serialized_start=921
-  _globals['_SAMPLERSTATE']._serialized_end=1001
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1004
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1171
-  _globals['_JOINWEIGHTGROUPREPLY']._serialized_start=1173
-  _globals['_JOINWEIGHTGROUPREPLY']._serialized_end=1195
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1197
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1282
-  _globals['_UPDATEWEIGHTSREPLY']._serialized_start=1284
-  _globals['_UPDATEWEIGHTSREPLY']._serialized_end=1394
-  _globals['_ROLLOUTSERVICE']._serialized_start=1397
-  _globals['_ROLLOUTSERVICE']._serialized_end=1826
+  _globals['_GENERATEREQUEST_EPISODE']._serialized_end=556
+  _globals['_GENERATEREPLY']._serialized_start=580
+  _globals['_GENERATEREPLY']._serialized_end=866
+  _globals['_GENERATEREPLY_SAMPLE']._serialized_start=644
+  _globals['_GENERATEREPLY_SAMPLE']._serialized_end=808
+  _globals['_GENERATEREPLY_ITEM']._serialized_start=810
+  _globals['_GENERATEREPLY_ITEM']._serialized_end=866
+  _globals['_PAUSEREQUEST']._serialized_start=868
+  _globals['_PAUSEREQUEST']._serialized_end=882
+  _globals['_RESUMEREQUEST']._serialized_start=884
+  _globals['_RESUMEREQUEST']._serialized_end=899
+  _globals['_DRAINREQUEST']._serialized_start=901
+  _globals['_DRAINREQUEST']._serialized_end=940
+  _globals['_SAMPLERSTATE']._serialized_start=942
+  _globals['_SAMPLERSTATE']._serialized_end=1022
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1025
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1192
+  _globals['_JOINWEIGHTGROUPREPLY']._serialized_start=1194
+  _globals['_JOINWEIGHTGROUPREPLY']._serialized_end=1216
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1218
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1303
+  _globals['_UPDATEWEIGHTSREPLY']._serialized_start=1305
+  _globals['_UPDATEWEIGHTSREPLY']._serialized_end=1415
+  _globals['_ROLLOUTSERVICE']._serialized_start=1418
+  _globals['_ROLLOUTSERVICE']._serialized_end=1847
 # @@protoc_insertion_point(module_scope)

@@ -39,12 +39,14 @@ class GenerateRequest(_message.Message):
         episode: GenerateRequest.Episode
         def __init__(self, prompt_ids: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., episode: _Optional[_Union[GenerateRequest.Episode, _Mapping]] = ...) -> None: ...
     class Episode(_message.Message):
-        __slots__ = ("row", "name")
+        __slots__ = ("row", "name", "environment")
         ROW_FIELD_NUMBER: _ClassVar[int]
         NAME_FIELD_NUMBER: _ClassVar[int]
+        ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
         row: str
         name: str
-        def __init__(self, row: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+        environment: str
+        def __init__(self, row: _Optional[str] = ..., name: _Optional[str] = ..., environment: _Optional[str] = ...) -> None: ...
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_VERSION_FIELD_NUMBER: _ClassVar[int]

@@ -95,6 +95,7 @@ class EpisodeSampler:
         self, sampler: Sampler, pool: EnvironmentSource, encoder: TurnEncoder, config: EnvironmentConfig, seed: int
     ) -> None:
         self.figures = EpisodeFigures()
+        self.others: dict[str, EpisodeSampler] = {}  # with other environments, by what requests name them
         self.tools = ToolFigures(schema["function"]["name"] for schema in pool.tools)
         self._sampler = sampler
         self._pool = pool

@@ -9,14 +9,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tandem.protos.error_text import did_you_mean
-from tandem.protos.options import Options
+from tandem.protos.options import BareName, Options
 from tandem.rollout.config import RolloutConfig
+from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.trainer.sample_metrics import metric_names
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+NO_ENVIRONMENT = "none"
+"""Path of an evaluation set's environment whose samples are single answers."""
+
+
+class EvalEnvironment(Options):
+    """`environment` of an evaluation set: what its samples play instead of the recipe's environment."""
+
+    path: str = ""
+    """Class, as in `environment.path`, that gets only the arguments below; or `none`: no environment, single answers.
+    Default: the recipe's class or tools, with its arguments and these over them.
+    """
+    arguments: dict[str, object] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        if value and value != NO_ENVIRONMENT and not all(value.rpartition(":")):
+            raise ValueError("it names no class; write module.path:Class, path/to/file.py:Class, or none")
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_class_for_arguments(self) -> EvalEnvironment:
+        if self.path == NO_ENVIRONMENT and self.arguments:
+            raise ValueError("arguments: without an environment, nothing takes them; leave them out")
+        return self
+
+    def over(self, environment: EnvironmentConfig) -> EnvironmentConfig:
+        """The recipe's environment with the class and arguments of the set. The limits stay."""
+        if self.path == NO_ENVIRONMENT:
+            return EnvironmentConfig()
+        if self.path:
+            return environment.model_copy(update={"path": self.path, "arguments": self.arguments, "tools": ()})
+        return environment.model_copy(update={"arguments": {**environment.arguments, **self.arguments}})
+
+    def key(self, environment: EnvironmentConfig) -> str:
+        """Names what is played: "" for the recipe's environment, `none`, or class and arguments as JSON text."""
+        chosen = self.over(environment)
+        if chosen == environment:
+            return ""
+        named = chosen.model_dump(mode="json", include={"path", "arguments"})
+        return json.dumps(named, sort_keys=True) if chosen.path else NO_ENVIRONMENT
 
 
 class EvalSet(Options):
@@ -44,6 +87,8 @@ class EvalSet(Options):
     """Nucleus sampling: only the most likely tokens whose probabilities add up to this."""
     max_response_tokens: Annotated[int, Field(ge=0)] = 0
     """Longest answer or episode, at most rollout.max_response_tokens; 0: as long as that."""
+    environment: Annotated[EvalEnvironment, BeforeValidator(BareName("path", "", {}))] = EvalEnvironment()
+    """What its samples play instead of the recipe's environment: `none`, a class, or a table."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,18 +153,33 @@ def check_metric(metric: str, sets: Sequence[EvalSet]) -> None:
         raise ValueError(f"eval.keep_best: {told}; there are {', '.join(known) or 'no evaluation sets'}")
 
 
-def check_sets(sets: Sequence[EvalSet], max_response_tokens: int, *, has_environment: bool) -> None:
-    """Checks sets whose defaults are filled in. Raises ValueError with the place of the first fault. With an
-    environment, greedy samples of a prompt differ, because each meets another seed.
+def check_sets(sets: Sequence[EvalSet], max_response_tokens: int, environment: EnvironmentConfig, scorer: str) -> None:
+    """Checks sets whose defaults are filled in, with the recipe's environment and scorer. Raises ValueError with the
+    place of the first fault. With an environment, greedy samples of a prompt differ, because each meets another seed.
     """
     names = Counter(one.name for one in sets)
     for one in sets:
         place = f"evaluation set {one.name}"
         if names[one.name] > 1:
             raise ValueError(f"{names[one.name]} evaluation sets have the name {one.name}; give each its own `name`")
-        if one.temperature == 0.0 and one.samples_per_prompt > 1 and not has_environment:
+        _check_environment(one, environment, scorer)
+        plays = bool(one.environment.over(environment).path)
+        if one.temperature == 0.0 and one.samples_per_prompt > 1 and not plays:
             told = f"samples_per_prompt {one.samples_per_prompt} with temperature 0 samples the same answer each time"
             raise ValueError(f"{place}: {told}; set a temperature")
         if one.max_response_tokens > max_response_tokens:
             told = f"max_response_tokens {one.max_response_tokens} is more than the samplers allow"
             raise ValueError(f"{place}: {told} (rollout.max_response_tokens {max_response_tokens}); lower it")
+
+
+def _check_environment(one: EvalSet, environment: EnvironmentConfig, scorer: str) -> None:
+    if one.environment == EvalEnvironment():
+        return
+    place, plays_none = f"evaluation set {one.name}: environment", one.environment.path == NO_ENVIRONMENT
+    if not environment.path:
+        raise ValueError(f"{place}: the recipe has no environment; set environment.path, or leave it out of the set")
+    if environment.service and not plays_none:
+        told = "the services of environment.service have the recipe's class and arguments only"
+        raise ValueError(f"{place}: {told}; set environment.service to false, or leave it out of the set")
+    if plays_none and (one.scorer or scorer) == "earned":
+        raise ValueError(f"{place}: the scorer earned gives single answers nothing; set a `scorer` of the set")

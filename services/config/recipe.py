@@ -266,7 +266,8 @@ class Recipe(Options):
                 "samples_per_prompt × max_response_tokens × rollout.top_k; lower rollout.top_k"
             )
         self._check_encoding()
-        check_sets(self.eval_sets, self.rollout.max_response_tokens, has_environment=bool(self.environment.path))
+        scorer = "" if self.reward.rubric else self.reward.scorer
+        check_sets(self.eval_sets, self.rollout.max_response_tokens, self.environment, scorer)
         check_metric(self.eval.keep_best, self.eval_sets)
         self.trainer.check_sampling(
             samples_per_prompt=self.rollout.samples_per_prompt,

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from tandem.protos import rollout_pb2
 from tandem.protos.contracts import JsonObject, Message
-from tandem.protos.errors import DataError, EpisodeError, ModelError
+from tandem.protos.errors import ConfigError, DataError, EpisodeError, ModelError
 from tandem.protos.extras import missing_extra_named
 from tandem.protos.types import Prompt, SamplingParameters
 from tandem.rollout.engine import find_engine
 from tandem.rollout.environments.agent_episodes import AgentSampler
+from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
 from tandem.rollout.environments.source import EnvironmentSource
@@ -28,6 +29,7 @@ from tandem.rollout.environments.tools.parsers import ParsedTurn, ToolFormat, Tu
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.config.eval_sets import NO_ENVIRONMENT
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import RowFault, parse_row
 from tandem.services.rollout.environment_services import EnvironmentServices
@@ -118,32 +120,55 @@ def _parser_of(encoder: ChatEncoder, tool_format: str) -> Callable[[Sequence[Tur
 async def start_episodes(
     recipe: Recipe, engine: Sampler, buffer: Buffer, stop: threading.Event, stack: AsyncExitStack
 ) -> EpisodeSampler | None:
-    """Starts the recipe's environment, which ends with `stack`, or finds its services; None if it has none.
+    """Starts the recipe's environment, which ends with `stack`, or finds its services; None if it has none. Then
+    `others` has those of evaluation sets by their key.
 
-    Raises ConfigError if its class cannot be used, UnavailableError if no service answers, ModelError if the chat
-    template cannot continue a conversation or does not show the environment's tools.
+    Raises ConfigError if a class cannot be used, UnavailableError if no service answers, ModelError if the chat
+    template cannot continue a conversation or does not show an environment's tools.
     """
     config = recipe.environment
     if not config.path:
         return None
     pool: EnvironmentSource = EnvironmentServices(recipe, buffer, stop) if config.service else EnvironmentPool(config)
+    episodes = await _started(recipe, engine, config, pool, stack)
+    for one in recipe.eval_sets:
+        if (key := one.environment.key(config)) not in ("", NO_ENVIRONMENT, *episodes.others):
+            try:
+                pool = EnvironmentPool(other := one.environment.over(config))
+                episodes.others[key] = await _started(recipe, engine, other, pool, stack)
+                if unsafe := sorted(pool.unsafe_tools):
+                    raise ConfigError(f"{unsafe[0]} is unsafe, and evaluations do not save their episodes")
+            except ConfigError as error:
+                raise ConfigError(f"evaluation set {one.name}: {error}") from None
+            episodes.others[key].figures = episodes.figures  # those of the sampler
+    return episodes
+
+
+async def _started(
+    recipe: Recipe, engine: Sampler, config: EnvironmentConfig, pool: EnvironmentSource, stack: AsyncExitStack
+) -> EpisodeSampler:
     stack.push_async_callback(pool.close)
     await pool.start()
     encoder = await asyncio.to_thread(ChatEncoder, recipe.model.path, recipe.model.chat_template, pool.tools)
     encoder.check_replies(may_rewrite=config.rewritten_history == "fork")
     turns = EpisodeEncoder(encoder, config.tool_format)
     if isinstance(pool, EnvironmentPool) and pool.is_agent:
-        return await _start_agents(recipe, engine, stack, pool, turns)
+        return await _start_agents(recipe.run.seed, engine, config, pool, turns, stack)
     return EpisodeSampler(engine, pool, turns, config, recipe.run.seed)
 
 
 async def _start_agents(
-    recipe: Recipe, engine: Sampler, stack: AsyncExitStack, pool: EnvironmentPool, encoder: EpisodeEncoder
+    seed: int,
+    engine: Sampler,
+    config: EnvironmentConfig,
+    pool: EnvironmentPool,
+    encoder: EpisodeEncoder,
+    stack: AsyncExitStack,
 ) -> AgentSampler:
     """Serves agents by OpenAI's API until `stack` ends. Raises EnvironmentLackError without the packages for it."""
     with missing_extra_named():
         from tandem.services.rollout.openai_proxy import OpenAIProxy
-    agents = AgentSampler(engine, pool, encoder, recipe.environment, recipe.run.seed)
+    agents = AgentSampler(engine, pool, encoder, config, seed)
     agents.address = await stack.enter_async_context(OpenAIProxy(agents.sessions).serving())
     return agents
 

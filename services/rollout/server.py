@@ -145,22 +145,29 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise DataError(f"item {number}: prompt_ids are int32, {len(item.prompt_ids)} bytes are none")
         prompt = np.frombuffer(item.prompt_ids, "<i4")
         if item.HasField("episode"):
-            prompts = requested_prompts(item, prompt, sampling)
-            return await asyncio.gather(*(self._play(one, number) for number, one in enumerate(prompts)))
+            prompts, episodes = requested_prompts(item, prompt, sampling), self._episodes_in(item.episode.environment)
+            return await asyncio.gather(*(_played(episodes, one, number) for number, one in enumerate(prompts)))
         # Items of one request have different random numbers.
         key = f"generate-{number}" if sampling.seed is not None else ""
         rows = await self.engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
         return [_sample_message(row) for row in rows]
 
-    async def _play(self, prompt: Prompt, number: int) -> rollout_pb2.GenerateReply.Sample:
-        """An episode. One that fails is no fault of the other samples."""
+    def _episodes_in(self, environment: str) -> EpisodeSampler:
+        """What plays episodes in the environment that a request names; "" is the recipe's."""
         if self.episodes is None:
             raise DataError(f"{self.name} has no environment, so it plays no episodes")
-        try:
-            return _sample_message(await self.episodes.sample(prompt, prompt.sampling, number))
-        except (EpisodeError, DataError) as error:
-            log.warning("episode %s failed: %s", prompt.group_id, error)
-            return rollout_pb2.GenerateReply.Sample(finish_reason="error", episode=json.dumps({"error": str(error)}))
+        if environment and environment not in self.episodes.others:
+            raise DataError(f"{self.name}: no evaluation set of its recipe has the class and arguments of this call")
+        return self.episodes.others[environment] if environment else self.episodes
+
+
+async def _played(episodes: EpisodeSampler, prompt: Prompt, number: int) -> rollout_pb2.GenerateReply.Sample:
+    """An episode. One that fails is no fault of the other samples."""
+    try:
+        return _sample_message(await episodes.sample(prompt, prompt.sampling, number))
+    except (EpisodeError, DataError) as error:
+        log.warning("episode %s failed: %s", prompt.group_id, error)
+        return rollout_pb2.GenerateReply.Sample(finish_reason="error", episode=json.dumps({"error": str(error)}))
 
 
 def _time_limit(seconds: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from tandem.protos.types import Prompt, task_of
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import ALIVE_SECONDS
 from tandem.services.config import Recipe
-from tandem.services.config.eval_sets import EvalSet
+from tandem.services.config.eval_sets import NO_ENVIRONMENT, EvalSet
 from tandem.services.data.dataset import load_prompts
 from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
@@ -48,6 +49,7 @@ ROWS_PER_CALL = 64
 CALLS_PER_SAMPLER = 2  # the next chunk waits in the engine while the previous one's last answers are decoded
 ATTEMPTS = 3
 DEADLINE_SECONDS = 900.0
+_LONGEST_SECONDS = 604_800.0  # gRPC refuses those of centuries
 _POLL_SECONDS = 0.25
 _SILENT_SECONDS = 30.0
 
@@ -127,13 +129,16 @@ def evaluate(
     started = time.monotonic()
     weights = recipe.model.path if version is None else f"version {version}"
     environment = recipe.environment.model_dump_json() if recipe.environment.path else ""
-    depends_on = [one for one in (weights, recipe.reward.model_dump_json(), environment) if one]
+    depends_on = [weights, recipe.reward.model_dump_json()]
     results: dict[str, SetResult] = {}
     with ExitStack() as stack:
         channels = endpoints.connected(stack)
         for one in sets:
-            file = GenerationsFile(folder / f"{one.name}.jsonl", settings := one.settings(*depends_on))
-            missing = _complete(_Sampling(one, version, settings, channels, file, plays=bool(environment)))
+            plays = bool(environment) and one.environment != NO_ENVIRONMENT
+            settings = one.settings(*depends_on, *([environment] if plays else []))
+            file = GenerationsFile(folder / f"{one.name}.jsonl", settings)
+            deadline = time.monotonic() + deadline_seconds(one, recipe, len(channels.samplers))
+            missing = _complete(_Sampling(one, version, settings, channels, file, deadline, plays))
             results[one.name] = result_of(one, file.rows, missing, recipe.eval.min_scored)
     return Evaluation.of(version, results, recipe, time.monotonic() - started)
 
@@ -180,9 +185,9 @@ class _Sampling:
     settings: str
     channels: Channels
     file: GenerationsFile
-    plays: bool = False
-    """Whether the samples are episodes in the recipe's environment."""
-    deadline: float = field(default_factory=lambda: time.monotonic() + DEADLINE_SECONDS)
+    deadline: float
+    plays: bool
+    """Whether the samples are episodes."""
 
     def run(self, place: int, chunk: Sequence[Prompt]) -> TandemError | None:
         """Samples and scores a chunk, and appends it to the set's file. Returns the error if a call failed."""
@@ -223,7 +228,9 @@ class _Sampling:
     def _episode(self, prompt: Prompt) -> rollout_pb2.GenerateRequest.Episode:
         """Names the set and the row, not the version: two versions meet the same environments."""
         name = f"eval-{self.one.name}-{prompt.index}"
-        return rollout_pb2.GenerateRequest.Episode(row=json.dumps(task_of(prompt)), name=name)
+        return rollout_pb2.GenerateRequest.Episode(
+            row=json.dumps(task_of(prompt)), name=name, environment=self.one.environment
+        )
 
     def _scored(self, sampled: Sequence[tuple[Prompt, Generation]]) -> list[Generation]:
         """The samples with their scores. Those whose environment failed are not scored."""
@@ -255,6 +262,18 @@ def _score_of(reply: reward_pb2.ScoreReply.Item) -> Score:
     if reply.HasField("scored"):
         return Scored(reply.scored.value, dict(reply.scored.breakdown))
     return Unscored(cast(UnscoredReason, reply.unscored.reason))
+
+
+def deadline_seconds(one: EvaluationSet, recipe: Recipe, num_samplers: int) -> float:
+    """How long the evaluation of a set may take: 15 minutes or, if environment.episode_seconds bounds its episodes, as
+    long as all attempts at them may take, at most a week.
+    """
+    limits = recipe.environment
+    if not (limits.path and limits.episode_seconds) or one.environment == NO_ENVIRONMENT:
+        return DEADLINE_SECONDS
+    rounds = math.ceil(len(chunks_of(one.prompts)) / (CALLS_PER_SAMPLER * max(1, num_samplers)))
+    seconds = rounds * limits.max_attempts * (limits.episode_seconds + limits.step_seconds)
+    return min(max(DEADLINE_SECONDS, seconds), _LONGEST_SECONDS)
 
 
 def _left(deadline: float) -> float:
@@ -359,4 +378,4 @@ def load_set(one: EvalSet, recipe: Recipe) -> EvaluationSet:
         )
         for prompt in prompts
     ]
-    return EvaluationSet(one.name, with_sampling, one.rubric)
+    return EvaluationSet(one.name, with_sampling, one.rubric, one.environment.key(recipe.environment))

@@ -109,18 +109,21 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """The prompts of an evaluation set with their sampling parameters, and the rubric ("" for the recipe's)."""
+    """The prompts of an evaluation set with their sampling parameters, the rubric ("" for the recipe's), and what is
+    played (`EvalEnvironment.key`).
+    """
 
     name: str
     prompts: Sequence[Prompt]
     rubric: str = ""
+    environment: str = ""
 
     def settings(self, *others: str) -> str:
         """Digest of everything that the samples and their scores depend on: the set's and the others, which are the
         weights, the scoring, and the environment if there is one.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for one in (*others, self.rubric):
+        for one in (*others, self.rubric, *filter(None, [self.environment])):
             digest.update(f"{len(one)}:{one}".encode())
         for prompt in self.prompts:
             known = [prompt.index, prompt.num_samples, asdict(prompt.sampling), prompt.data_source, prompt.ground_truth]

@@ -51,6 +51,7 @@ def test_a_run_whose_sampler_and_environments_are_killed_in_the_middle_of_episod
     tmp_path: Path,
 ) -> None:
     """The environments are in a service."""
+    held_out = {"file": str(tmp_path / "data" / "eval.parquet"), "limit": 6}
     run = WholeRun(
         tmp_path,
         run={"run_id": "episodes", "total_batches": BATCHES, "groups_per_batch": 4, "staleness_budget": 2},
@@ -63,7 +64,7 @@ def test_a_run_whose_sampler_and_environments_are_killed_in_the_middle_of_episod
             "max_turn_tokens": 16,
         },
         reward={"scorer": "earned"},
-        eval={"sets": [{"name": "held_out", "file": str(tmp_path / "data" / "eval.parquet"), "limit": 6}]},
+        eval={"sets": [{**held_out, "name": "held_out"}, {**held_out, "environment": "none", "scorer": "exact"}]},
     )
     supervisor = run.start("run", str(run.recipe))
     address = running_redis(run, supervisor)
@@ -123,7 +124,7 @@ def with_other_seed(row: Trajectory) -> Trajectory:
 
 
 def check_evaluations(run: WholeRun) -> None:
-    """The first and the last version played the same episodes, seen from their environments."""
+    """The first and the last version played the same episodes, seen from their environments; the other set none."""
     evaluations = JsonLines(run.folder / EVALUATIONS_FILE).read()
     assert [line["version"] for line in evaluations] == [0, BATCHES]
     seen = []
@@ -132,6 +133,7 @@ def check_evaluations(run: WholeRun) -> None:
         assert (found["num_scored"], found["failed"]) == (6, "")
         stops = {name: number for name, number in found["episodes"].items() if name.startswith("stop_")}
         assert sum(stops.values()) == 6 and found["episodes"]["num_turns"] >= 6
+        assert (line["sets"]["eval"]["num_scored"], line["sets"]["eval"]["episodes"]) == (6, {})
         rows = JsonLines(run.folder / GENERATIONS_FOLDER / f"{line['version']:06d}" / "held_out.jsonl").read()
         for row in rows:
             episode = row["episode"]

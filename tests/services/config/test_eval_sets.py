@@ -53,6 +53,75 @@ def test_greedy_samples_of_a_prompt_differ_with_an_environment() -> None:
     assert recipe(one, environment={"path": "a:B"}).eval_sets[1].temperature == 0.0
 
 
+def test_a_set_changes_the_recipes_environment(tmp_path: Any) -> None:
+    environments = ["none", "b.py:C", {"arguments": {"turns": 8}}, {"path": "b.py:C", "arguments": {"n": 1}}, {}]
+    sets = [{"name": f"s{n}", "file": "a", "environment": one} for n, one in enumerate(environments)]
+    own = {"path": "a:B", "arguments": {"turns": 4, "deep": True}, "max_turns": 5}
+    one = recipe(*sets, environment=own, reward={"scorer": "exact"})
+    played = [found.environment.over(one.environment) for found in one.eval_sets]
+    assert [(found.path, found.arguments) for found in played] == [
+        ("a:B", {"turns": 4, "deep": True}),  # of data.eval_file
+        ("", {}),
+        ("b.py:C", {}),
+        ("a:B", {"turns": 8, "deep": True}),
+        ("b.py:C", {"n": 1}),
+        ("a:B", {"turns": 4, "deep": True}),
+    ]
+    assert {found.max_turns for found in played if found.path} == {5}, "the limits are the recipe's"
+    assert [found.environment.key(one.environment) for found in one.eval_sets] == [
+        "",
+        "none",
+        '{"arguments": {}, "path": "b.py:C"}',
+        '{"arguments": {"deep": true, "turns": 8}, "path": "a:B"}',
+        '{"arguments": {"n": 1}, "path": "b.py:C"}',
+        "",
+    ]
+    (tmp_path / "config.json").write_text(dump_recipe(one))
+    assert load_resolved(tmp_path / "config.json") == one
+
+
+def test_a_class_takes_the_place_of_the_recipes_tools() -> None:
+    one = recipe({"file": "a", "environment": "b:C"}, environment={"tools": ["t.py:f"], "arguments": {"max_calls": 2}})
+    played = one.eval_sets[1].environment.over(one.environment)
+    assert (played.path, played.tools, played.arguments) == ("b:C", (), {})
+
+
+_PLAYED = {"environment": {"path": "a:B"}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections", "says"),
+    [
+        ({"argumnts": {}}, _PLAYED, "environment.argumnts; did you mean eval.sets[0].environment.arguments?"),
+        (
+            "nonne",
+            _PLAYED,
+            "environment.path: it names no class; write module.path:Class, path/to/file.py:Class, or none",
+        ),
+        (8, _PLAYED, "eval.sets[0].environment: should be path or table (got 8)"),
+        ({"path": "none", "arguments": {"a": 1}}, _PLAYED, "environment: arguments: without an environment, nothing"),
+        ("none", {}, "set a: environment: the recipe has no environment; set environment.path"),
+        ({"arguments": {"a": 1}}, {}, "set a: environment: the recipe has no environment; set environment.path"),
+        ("b:C", {"environment": {"path": "a:B", "service": True}}, "environment.service have the recipe's class and"),
+        ("none", {**_PLAYED, "reward": {"scorer": "earned"}}, "the scorer earned gives single answers nothing"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_with_one_line(
+    environment: Any, sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe({"file": "a", "environment": environment}, **sections)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_single_answers_beside_an_environment_need_a_temperature_and_no_service() -> None:
+    one = {"file": "a", "samples_per_prompt": 4, "temperature": 0.0, "environment": "none"}
+    with pytest.raises(ConfigError, match="set a: samples_per_prompt 4 with temperature 0"):
+        recipe(one, **_PLAYED)
+    served = recipe({**one, "temperature": 1.0}, environment={"path": "a:B", "service": True})
+    assert served.eval_sets[1].environment.key(served.environment) == "none"
+
+
 def test_a_resolved_recipe_has_the_same_sets(tmp_path: Any) -> None:
     one = recipe({"file": "aime.jsonl", "scorer": "exact"}, {"name": "long", "file": "aime.jsonl", "limit": 3})
     (tmp_path / "config.json").write_text(dump_recipe(one))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,16 @@ import numpy as np
 import pytest
 
 from tandem.protos import rollout_pb2
-from tandem.protos.errors import DataError, NotAdmittedError
-from tandem.rollout.environments.config import EnvironmentConfig
+from tandem.protos.errors import ConfigError, DataError, NotAdmittedError
+from tandem.rollout.environments.config import TOOL_ENVIRONMENT, EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeSampler
 from tandem.rollout.environments.process import EnvironmentPool
+from tandem.services.config import Recipe, parse_recipe
 from tandem.services.data.chat import ChatEncoder
-from tandem.services.rollout.episodes import EpisodeEncoder
+from tandem.services.rollout.episodes import EpisodeEncoder, start_episodes
 from tandem.services.rollout.server import RolloutServicer
 from tests.rollout.environments.test_episode import ECHO, ScriptedSampler, prompt_of, tokenizer
-from tests.support.tiny_model import build_tiny_model
+from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model, character_tokenizer
 
 Words = Callable[[int], Sequence[str]]
 Sample = rollout_pb2.GenerateReply.Sample
@@ -130,3 +133,77 @@ def test_an_episode_that_cannot_be_played_is_refused(row: str, told: str) -> Non
     servicer = RolloutServicer("rollout-3", sampler, None, 400, Path())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=told):
         asyncio.run(servicer.Generate(request_of("eval-test-0", row=row), None))  # type: ignore[arg-type]
+
+
+def recipe_with(model: str | Path, *environments: Any, **config: Any) -> Recipe:
+    """A recipe with an environment, and evaluation sets with others."""
+    sets = [{"name": f"s{n}", "file": "unread.jsonl", "environment": one} for n, one in enumerate(environments)]
+    return parse_recipe(
+        {
+            "run": {"run_id": "r"},
+            "model": {"path": str(model)},
+            "data": {"train_file": "unread.jsonl"},
+            "environment": {"path": ECHO, "max_attempts": 1, **config},
+            "eval": {"sets": sets},
+        }
+    )
+
+
+def answered(words: Words, recipe: Recipe, *environments: str) -> tuple[list[Sample], dict[str, int]]:
+    """A sample of the recipe's sampler in each environment, and the ends that the sampler counts."""
+
+    async def main() -> tuple[list[Sample], dict[str, int]]:
+        sampler = ScriptedSampler(words)
+        async with AsyncExitStack() as stack:
+            episodes = await start_episodes(recipe, sampler, None, threading.Event(), stack)  # type: ignore[arg-type]
+            assert episodes is not None
+            servicer = RolloutServicer("rollout-0", sampler, None, 400, Path(), episodes)  # type: ignore[arg-type]
+            request = request_of(*(f"eval-s-{number}" for number in range(len(environments))))
+            for item, environment in zip(request.items, environments, strict=True):
+                item.episode.environment = environment
+            reply = await servicer.Generate(request, None)  # type: ignore[arg-type]
+            return [item.samples[0] for item in reply.items], episodes.figures.ended
+
+    return asyncio.run(main())
+
+
+def test_an_evaluation_set_plays_its_own_arguments_or_class(encoder: ChatEncoder) -> None:
+    agent = {"path": "tests.support.agents:Scripted", "arguments": {"script": "conversation"}}
+    faults = {"faults": {"one": "raise"}}
+    recipe = recipe_with(encoder.model_path, {"arguments": {"faults": {}}}, agent, "none", agent, arguments=faults)
+    keys = [one.environment.key(recipe.environment) for one in recipe.eval_sets]
+    assert (keys[2], keys[1]) == ("none", keys[3])
+    (failed, other, agents), ended = answered(lambda _: ["one", "two", "end"], recipe, "", keys[0], keys[1])
+    assert failed.finish_reason == "error" and "step: RuntimeError" in failed.episode
+    assert (other.finish_reason, other.earned_reward, other.text) == ("stop", 1.5, "one\ntwo\nend")
+    assert (agents.finish_reason, agents.earned_reward) == ("stop", 1.5)
+    assert ended["terminated"] == 2, "the sampler counts all of them"
+
+
+def test_an_environment_that_no_set_of_the_recipe_names_is_refused(encoder: ChatEncoder) -> None:
+    recipe = recipe_with(encoder.model_path, {"arguments": {"faults": {"a": "raise"}}})
+    with pytest.raises(DataError, match="rollout-0: no evaluation set of its recipe has the class and arguments"):
+        answered(lambda _: ["end"], recipe, '{"arguments": {}, "path": "os:system"}')
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"arguments": {"turns": 8}}, "evaluation set s0: environment.path: .*Echo: TypeError: .*'turns'"),
+        ("tests.support.environments:Nobody", "evaluation set s0: environment.path: .* has no class Nobody"),
+    ],
+)
+def test_a_sampler_does_not_start_with_a_set_whose_environment_cannot_be_used(
+    environment: Any, told: str, encoder: ChatEncoder
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        answered(lambda _: ["end"], recipe_with(encoder.model_path, environment))
+
+
+def test_a_set_may_not_play_with_unsafe_tools(tmp_path: Path) -> None:
+    character_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    unsafe = {"path": TOOL_ENVIRONMENT, "arguments": {"tools": ["tests.support.unsafe_tools:pay"]}}
+    recipe = recipe_with(tmp_path, unsafe, tool_format="hermes")
+    with pytest.raises(ConfigError, match="set s0: pay is unsafe, and evaluations do not save their episodes"):
+        answered(lambda _: ["end"], recipe)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from tandem.protos.errors import UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.rpc.server import ServerThread
-from tandem.services.trainer.evaluation import EvaluationEndpoints, chunks_of, evaluate, load_set
+from tandem.services.trainer.evaluation import (
+    EvaluationEndpoints,
+    chunks_of,
+    deadline_seconds,
+    evaluate,
+    load_set,
+)
 from tandem.services.trainer.generations import EvaluationSet, final_answer
 from tests.support.dataset_files import verl_row, write_lines
 from tests.support.run_inputs import recipe_of, small_values, write_chat_model
@@ -61,13 +68,20 @@ class Episodes(Answers):
     the environment of sample 2 fails.
     """
 
+    tool_failures: object = "none"
+
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GenerateReply:
         reply = await super().Generate(request, context)
         for item in reply.items:
             for number, sample in enumerate(item.samples):
-                info = {"num_tool_calls": 3, "num_invalid_calls": number, "num_tool_failures": "none", "score": 1}
+                info = {
+                    "num_tool_calls": 3,
+                    "num_invalid_calls": number,
+                    "num_tool_failures": self.tool_failures,
+                    "score": 1,
+                }
                 ended = {"stop": "turns" if number else "terminated", "num_turns": 2, "info": info}
                 sample.earned_reward = 0.5
                 sample.episode = json.dumps({**ended, "messages": [{"role": "user", "content": "?"}]})
@@ -321,3 +335,52 @@ def test_a_set_is_loaded_with_its_own_sampling(tmp_path: Path) -> None:
     assert len(two.prompts) == 2 and two.prompts[0].num_samples == 2
     assert two.prompts[0].sampling == SamplingParameters(1.0, 0.5, max_tokens=16, seed=11)
     assert (one.rubric, two.rubric) == ("", '[[components]]\nscorer = "exact"\n')
+
+
+def test_tool_failures_that_are_whole_numbers_are_summed(tmp_path: Path) -> None:
+    with_environment = parse_recipe({**recipe().model_dump(), "environment": {"path": "a:B"}})
+    sampler = Episodes()
+    for failures, counted in ((2, {"num_tool_failures": 8}), (0, {"num_tool_failures": 0}), (True, {}), (1.0, {})):
+        sampler.tool_failures = failures
+        with serving(sampler) as endpoints:
+            result = evaluate(None, [prompts(2, 2)], endpoints, with_environment, tmp_path / repr(failures))
+        found = result.sets["test"].episodes
+        assert {name: number for name, number in found.items() if name == "num_tool_failures"} == counted
+
+
+def test_a_set_plays_what_it_says_and_its_samples_depend_on_it(tmp_path: Path) -> None:
+    with_environment = parse_recipe({**recipe().model_dump(), "environment": {"path": "a:B", "arguments": {"n": 1}}})
+    longer = parse_recipe({**with_environment.model_dump(), "environment": {"path": "a:B", "max_turns": 3}})
+    other, asked = '{"arguments": {"n": 2}, "path": "a:B"}', []
+    cases = [("", with_environment), (other, with_environment), (other, longer), ("none", longer)]
+    for environment, played in [*cases, ("none", with_environment)]:
+        with serving(sampler := Answers()) as endpoints:
+            evaluate(VERSION, [replace(prompts(3), environment=environment)], endpoints, played, tmp_path)
+        items = [item for request in sampler.requests for item in request.items]
+        asked.append([(item.HasField("episode"), item.episode.environment) for item in items])
+    assert asked == [[(True, "")] * 3, [(True, other)] * 3, [(True, other)] * 3, [(False, "")] * 3, []], (
+        "single answers do not depend on the environment"
+    )
+
+
+def test_a_set_has_time_for_all_attempts_at_its_episodes() -> None:
+    def seconds(one: EvaluationSet, num_samplers: int = 1, **environment: Any) -> float:
+        played = parse_recipe({**recipe().model_dump(), "environment": {"step_seconds": 60.0, **environment}})
+        return deadline_seconds(one, played, num_samplers)
+
+    long = {"path": "a:B", "episode_seconds": 2400.0, "max_attempts": 2}
+    assert seconds(prompts(8)) == seconds(prompts(8), path="a:B") == 900.0
+    assert seconds(replace(prompts(8), environment="none"), **long) == 900.0
+    assert seconds(prompts(8), **{**long, "episode_seconds": 60.0}) == 900.0
+    assert seconds(prompts(128), **long) == 2 * 2460.0, "two calls of 64 samples at once"
+    assert seconds(prompts(129), **long) == seconds(prompts(512), num_samplers=2, **long) == 2 * 2 * 2460.0
+    assert seconds(prompts(8), **{**long, "episode_seconds": 1e300}) == 604_800.0
+
+
+def test_a_loaded_set_names_the_environment_that_it_plays(tmp_path: Path) -> None:
+    values = small_values(tmp_path)
+    values["model"]["path"] = str(write_chat_model(tmp_path / "chat"))
+    file = write_lines(tmp_path / "aime.jsonl", [verl_row("1 + 1 =", "2")])
+    sets = [{"name": "own", "file": str(file)}, {"name": "single", "file": str(file), "environment": "none"}]
+    whole = recipe_of(values, environment={"path": "a:B"}, eval={"sets": sets})
+    assert [load_set(one, whole).environment for one in whole.eval_sets] == ["", "none"]
