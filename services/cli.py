@@ -151,9 +151,10 @@ def evaluate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     rescore: Annotated[str, option(metavar="SCORER", help="Score stored samples again.")] = "",
+    output: Annotated[Path | None, option(metavar="FOLDER", help="Keep the samples there, and go on there.")] = None,
 ) -> int:
     """Answers the recipe's evaluation sets with its model and prints the metrics. With --rescore, scores the samples
-    that a run has stored with another scorer instead; RECIPE is the run folder, or one of its files of samples.
+    that a run or --output has stored with another scorer instead; RECIPE is the folder, or one of its files of samples.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """
@@ -161,10 +162,9 @@ def evaluate(
         from tandem.services.commands.rescore import score_stored_samples
 
         return score_stored_samples(recipe, rescore, overrides or ())
-    loaded = _load(recipe, overrides)
     from tandem.services.commands.evaluate import evaluate_recipe
 
-    return evaluate_recipe(loaded)
+    return evaluate_recipe(_load(recipe, overrides), output)
 
 
 @app.command(short_help="Train a run's recorded batches again and compare.")

@@ -114,6 +114,14 @@ def join_inputs(buffer: Buffer, recipe: Recipe, service: str, free: frozenset[st
         )
 
 
+def model_digest(path: str) -> str:
+    """Names the contents of a model's folder by a digest. Models of a hub are not compared: it is their name."""
+    if not Path(path).is_dir():
+        return path
+    files = _digests({"model.path": Path(path)}, {})["model.path"].files
+    return hashlib.sha256(json.dumps({name: file.sha256 for name, file in files.items()}).encode()).hexdigest()
+
+
 def input_paths(recipe: Recipe) -> dict[str, Path]:
     """The local files and model folders that the recipe names, by key."""
     data, model = recipe.data, recipe.model

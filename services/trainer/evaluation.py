@@ -34,6 +34,7 @@ from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
+from tandem.services.run.inputs import model_digest
 from tandem.services.run.json_files import GENERATIONS_FOLDER
 from tandem.services.trainer.generations import (
     EvaluationSet,
@@ -127,7 +128,7 @@ def evaluate(
     evaluation has left there are not sampled again. Raises OSError if the files cannot be written.
     """
     started = time.monotonic()
-    weights = recipe.model.path if version is None else f"version {version}"
+    weights = model_digest(recipe.model.path) if version is None else f"version {version}"
     environment = recipe.environment.model_dump_json() if recipe.environment.path else ""
     depends_on = [weights, recipe.reward.model_dump_json()]
     results: dict[str, SetResult] = {}

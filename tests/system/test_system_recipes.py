@@ -84,10 +84,23 @@ def test_the_agents_demo_learns_to_read_what_its_environment_answers(tmp_path: P
 
 
 def check_the_exported_model(folder: Path, final_accuracy: float) -> None:
-    """`tandem eval` finds the run's last accuracy with the exported model."""
-    run = folder / "runs" / "demo"
-    done = run_tandem("eval", str(run / "config.json"), f"model.path={run / 'hf'}", cwd=folder, seconds=200)
+    """`tandem eval` finds the run's last accuracy with the exported model, and keeps the samples, which it does not
+    sample again, and which another scorer may judge.
+    """
+    run, output = folder / "runs" / "demo", folder / "evaluated"
+    command = ("eval", str(run / "config.json"), f"model.path={run / 'hf'}", "--output", str(output))
+    done = run_tandem(*command, cwd=folder, seconds=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    file = output / "evaluations" / "000000" / "eval.jsonl"
+    samples = file.read_bytes()
+    assert samples.count(b"\n") == EVALUATION_ROWS
+    again = run_tandem(*command, cwd=folder, seconds=200)
+    assert again.returncode == 0 and file.read_bytes() == samples, again.stdout[-3000:] + again.stderr[-3000:]
+    (line,) = (output / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line)["num_scored"] == EVALUATION_ROWS
+    rescored = run_tandem("eval", str(output), "--rescore", "exact", cwd=folder, seconds=100)
+    assert rescored.returncode == 0, rescored.stdout[-3000:] + rescored.stderr[-3000:]
+    assert f"0 of {EVALUATION_ROWS} samples are right with one of the scorers" in rescored.stdout
     said = re.search(r"accuracy ([0-9.]+), mean reward ([0-9.]+) over (\d+) rows", done.stdout)
     assert said is not None, done.stdout
     # Greedy answers of the same weights; in another batch of rows, a tie may be decided the other way.

@@ -54,6 +54,16 @@ def test_services_that_never_register_are_a_one_line_error(
     assert not (tmp_path / "run").exists(), "it writes nothing to the run folder"
 
 
+def test_the_folder_of_a_run_and_a_file_are_no_output(values: dict[str, Any], asleep: str, tmp_path: Path) -> None:
+    (tmp_path / "old" / "batches").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"--output .*old is the folder of a run; name another one"):
+        evaluate_recipe(recipe_of(values), tmp_path / "old")
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentLackError, match="file: a file stands where a folder is needed"):
+        evaluate_recipe(recipe_of(values), tmp_path / "file")
+    assert list(carriers(asleep)) == []
+
+
 def test_a_bug_in_the_evaluation_keeps_its_traceback(
     values: dict[str, Any], asleep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,20 @@ def test_an_evaluation_goes_on_with_the_samples_that_are_missing(tmp_path: Path)
     assert again.requests, "samples of another version are not used"
 
 
+def test_without_a_version_only_samples_of_the_same_weights_are_used_again(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"some weights")
+    exported = recipe().model_copy(update={"model": recipe().model.model_copy(update={"path": str(weights.parent)})})
+    with serving(Answers(last=2)) as endpoints:
+        evaluate(None, [prompts(200)], endpoints, exported, tmp_path)
+    num_kept = len(lines(tmp_path / "test.jsonl"))
+    for other, asked in ((b"some weights", 200 - num_kept), (b"other weights", 200)):
+        weights.write_bytes(other)
+        with serving(sampler := Answers()) as endpoints:
+            evaluate(None, [prompts(200)], endpoints, exported, tmp_path)
+        assert sum(len(one.items) for one in sampler.requests) == asked
+
+
 def test_samples_of_other_settings_are_not_used_again(tmp_path: Path) -> None:
     for number, one in enumerate((prompts(10), prompts(10, temperature=0.5, seed=1), prompts(11))):
         with serving(sampler := Answers()) as endpoints:
