@@ -157,3 +157,18 @@ def test_several_optimizer_steps_and_epochs_and_the_disk_weight_backend_replay(t
     summary = run.summary()
     assert (summary["optimizer_steps"], summary["weight_updates"], summary["groups"]["dropped"]) == (20, 5, 0)
     check_replay(run)
+
+
+def test_greedy_answers_are_sampled_again_without_a_difference(tmp_path: Path) -> None:
+    """ReMax compares the samples of a prompt with its greedy answer, which is recorded, too."""
+    run = WholeRun(
+        tmp_path,
+        run={"total_batches": 2, "groups_per_batch": 2, "staleness_budget": 1},
+        rollout={"samples_per_prompt": 2, "max_response_tokens": 64},
+        trainer={"advantage": "remax", "learning_rate": 1e-3},
+    )
+    run.finish()
+    rows = [row.trajectory for _, row in run.trained_rows()]
+    assert [row.sampling.temperature for row in rows if row.role == "baseline"] == [0.0] * 4
+    assert len(rows) == 4 * 3
+    check_generation(run)
