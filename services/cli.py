@@ -162,9 +162,10 @@ def evaluate(
         from tandem.services.commands.rescore import score_stored_samples
 
         return score_stored_samples(recipe, rescore, overrides or ())
+    loaded = _load(recipe, overrides)
     from tandem.services.commands.evaluate import evaluate_recipe
 
-    return evaluate_recipe(_load(recipe, overrides), output)
+    return evaluate_recipe(loaded, output)
 
 
 @app.command(short_help="Train a run's recorded batches again and compare.")
@@ -371,8 +372,7 @@ def certs_init(
     """Makes a CA, and certificates for services and clients of a deployment. Again in the same folder: renews the
     certificates under the same CA, and adds the hosts. Services are always valid for localhost.
 
-    Keep ca.key to yourself. A service needs ca.crt, service.crt and service.key; a client ca.crt, client.crt and
-    client.key.
+    Keep ca.key to yourself. A service needs ca.crt, service.crt, service.key; a client ca.crt, client.crt, client.key.
 
     Example: tandem certs init certs trainer.example.org 10.0.0.2
     """

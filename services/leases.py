@@ -67,7 +67,7 @@ class Held(Generic[LeaseT]):
     """A lease that is being worked on."""
 
     lease: LeaseT
-    cancelled: threading.Event = field(default_factory=threading.Event)  # set if it is lost, or the service stops
+    cancelled: threading.Event = field(default_factory=threading.Event)  # set if it is lost or given back, or at a stop
     unsaved: Callable[[], bytes] | None = None
     """Set by the worker when it has new results to save. The loop calls it at the next renewal or release."""
     task: asyncio.Task[None] | None = None
