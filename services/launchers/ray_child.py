@@ -14,8 +14,10 @@ from ray.exceptions import RayError, RayTaskError
 from tandem.services.launchers.children import Child, ChildSpec
 from tandem.services.launchers.ray_actor import Ended
 
-PLACE_SECONDS = 60.0
-"""How long a service waits for a place in the cluster."""
+START_SECONDS = 240.0
+"""How long a service waits for a place in the cluster and for Ray to start a process there. The process alone takes a
+minute where other work keeps all cores busy.
+"""
 _USER_ERROR = 2
 
 
@@ -53,10 +55,10 @@ class RayChild(Child):
         if _is_ready(self._ended):
             return self._leave(_result(self._ended))
         if not self._has_place():
-            if time.monotonic() < self.started_at + PLACE_SECONDS:
+            if time.monotonic() < self.started_at + START_SECONDS:
                 return None
-            lack = self._lack() or f"no actor of {self.spec.name} has started"
-            return self._leave(Ended(_USER_ERROR, [f"tandem: no place within {PLACE_SECONDS:g} s: {lack}"]))
+            lack = self._lack() or "the cluster has room for it; Ray's logs may say why"
+            return self._leave(Ended(_USER_ERROR, [f"tandem: its actor did not start in {START_SECONDS:g} s: {lack}"]))
         return None
 
     @property

@@ -20,7 +20,7 @@ from tandem.services.config import Recipe
 from tandem.services.launchers.children import Child, ChildSpec
 from tandem.services.launchers.ray_actor import ServiceActor, look_around
 from tandem.services.launchers.ray_bundles import Bundle, bundle_of, lack_of_room
-from tandem.services.launchers.ray_child import PLACE_SECONDS, RayChild
+from tandem.services.launchers.ray_child import RayChild
 from tandem.services.run.endpoint import check_network
 from tandem.services.run.folder import external_redis_url, write_text
 from tandem.services.run.model_check import ModelFacts
@@ -28,6 +28,8 @@ from tandem.services.run.placement import CPU_ENVIRONMENT, place
 from tandem.services.run.preflight import check_machine
 
 _LOOK_SECONDS = 60.0
+_ROOM_SECONDS = 60.0
+"""How long a run waits for a cluster that others occupy."""
 _POLL_SECONDS = 0.5
 _CARRIED = ("TANDEM_", "HF_", "TRANSFORMERS_")
 """Prefixes of variables of `tandem run` that services on other machines get, too."""
@@ -142,10 +144,10 @@ class RayCluster:
 
     def _wait_for_room(self) -> None:
         """Raises EnvironmentLackError if others occupy the cluster for longer than a while."""
-        deadline = time.monotonic() + PLACE_SECONDS
+        deadline = time.monotonic() + _ROOM_SECONDS
         while lack := lack_of_room(self._wanted(), _free()):
             if time.monotonic() > deadline:
-                raise EnvironmentLackError(f"{lack} after {PLACE_SECONDS:g} s; end what uses it, or lower these")
+                raise EnvironmentLackError(f"{lack} after {_ROOM_SECONDS:g} s; end what uses it, or lower these")
             time.sleep(_POLL_SECONDS)
 
     def _wanted(self) -> dict[str, Bundle]:

@@ -36,7 +36,29 @@ _STOP_SECONDS = 5.0
 _IDLE_CONNECTION_SECONDS = 3600  # gRPC's clients print a line when a connection is closed, so not often
 _MOST_CONNECTIONS = 1 << 20  # of a process that may open any number of files
 
+_LOG_OF_GRPC = logging.getLogger("grpc._cython.cygrpc")
+_CANNOT_REPLY = 'Failed "execute_batch"'
+
 Info = Callable[[], common_pb2.InfoReply]
+
+
+class _RepliesToNobody(logging.Filter):
+    """Logs at level debug, in one line, that a reply could not be sent because the call had ended: the caller left, its
+    deadline passed, or its message was too large.
+
+    gRPC means to ignore this, but logs an error with a traceback when it learns of the failed reply before the end of
+    the call. What else fails in a call stays an error.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, grpc.aio.InternalError) or not str(error).startswith(_CANNOT_REPLY):
+            return True
+        log.debug("%s: the call had ended before its reply", record.getMessage())
+        return False
+
+
+_REPLIES_TO_NOBODY = _RepliesToNobody()
 
 
 class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
@@ -93,6 +115,7 @@ async def start_server(host: str, port: int, *, info: Info, **options: Unpack[Se
     exposure = check_exposure(
         host, tls=credentials is not None, tokens=tokens is not None, insecure=options.get("insecure", False)
     )
+    _LOG_OF_GRPC.addFilter(_REPLIES_TO_NOBODY)  # once a process
     server = grpc.aio.server(options=_options(limits))
     # LimitedServer has the two methods that registration uses.
     registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names, tokens))

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from string import ascii_letters
@@ -29,7 +29,7 @@ from tests.support.strangers import listening_ports
 from tests.support.waiting import eventually
 from tests.support.whole_run import WholeRun, processes_of
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CRASHES = "/ray.rpc.syncer.RaySyncer/StartSync"
 """Ray 2.60: this call without metadata ends the process that answers it, before it asks for a token. See deploy.md."""
@@ -51,6 +51,9 @@ class RayRun(WholeRun):
             return self.start("run", str(self.recipe), "--launcher", "ray", *arguments)
         finally:
             del os.environ[MARK]
+
+    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 300.0) -> None:
+        super().wait_for(condition, process, deadline)  # a cluster starts slowly beside other tests
 
     def said(self) -> str:
         return (self.scratch / "run.out").read_text()

@@ -21,7 +21,7 @@ VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "
     ("lack", "said"),
     [
         ("the run wants 1 sampler of 2 GPUs; the cluster has 1 GPU free", None),
-        ("", "no actor of rollout-1 has started"),
+        ("", "the cluster has room for it; Ray's logs may say why"),
     ],
 )
 def test_a_service_without_a_place_ends_with_what_is_missing(
@@ -32,10 +32,10 @@ def test_a_service_without_a_place_ends_with_what_is_missing(
     monkeypatch.setattr(ray_child, "ray", SimpleNamespace(wait=lambda calls, timeout: ([], calls), kill=killed.append))
     child = ray_child.RayChild(ChildSpec("rollout-1", (), tmp_path / "log"), lambda: actor, lambda: lack)
     child.start()
-    assert child.exit_code() is None and child.alive, "it may wait for a minute"
-    monkeypatch.setattr(ray_child, "PLACE_SECONDS", 0.0)
+    assert child.exit_code() is None and child.alive, "it may wait for minutes"
+    monkeypatch.setattr(ray_child, "START_SECONDS", 0.0)
     assert child.exit_code() == 2 and killed == [actor] and not child.alive
-    assert child.last_lines(9) == [f"tandem: no place within 0 s: {said or lack}"]
+    assert child.last_lines(9) == [f"tandem: its actor did not start in 0 s: {said or lack}"]
 
 
 def test_a_run_does_not_wait_for_ever_for_a_cluster_that_others_occupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_run_does_not_wait_for_ever_for_a_cluster_that_others_occupy(monkeypat
     monkeypatch.setattr(ray_cluster, "ray", stand_in)
     monkeypatch.setattr(ray_cluster, "check_machine", lambda *_: None)
     monkeypatch.setattr(ray_cluster, "_free", lambda: [Bundle(0.5)])
-    monkeypatch.setattr(ray_cluster, "PLACE_SECONDS", 0.05)
+    monkeypatch.setattr(ray_cluster, "_ROOM_SECONDS", 0.05)
     monkeypatch.setattr(ray_cluster, "_POLL_SECONDS", 0.01)
     lack = r"^the run wants .*2 samplers of .* CPU each.*; the cluster has 0\.5 CPU free after 0\.05 s; end"
     with pytest.raises(EnvironmentLackError, match=lack):
