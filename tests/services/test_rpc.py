@@ -26,7 +26,6 @@ from tandem.services.rpc.server import ServerThread
 from tests.support.processes import run_python
 from tests.support.service_wire import ask_info
 
-
 UNTYPED = "no TandemError"
 
 
