@@ -64,12 +64,17 @@ def yield_to_others() -> None:
         Path("/proc/self/autogroup").write_text(str(_LOW_PRIORITY))
 
 
+_NEW_OBJECTS = 50_000  # containers between two collections; Python's 700 are made within a few groups
+
+
 @contextmanager
 def starting() -> Iterator[None]:
     """Turns garbage collection off inside, and excludes the objects made there from later collections: imports create a
-    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py).
+    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py). Later collections, of
+    this process and those that it forks, are rarer than Python's (benchmarks/step_cpu.py).
     """
     gc.disable()
+    gc.set_threshold(_NEW_OBJECTS)
     try:
         yield
     finally:

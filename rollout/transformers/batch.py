@@ -136,13 +136,15 @@ class Batch:
 
     def remove_ended(self) -> list[Row]:
         """Removes and returns the rows that have finished or were cancelled."""
-        ended = [row for row in self.rows if row.finish_reason is not None or row.future.cancelled()]
+        goes_on = [row.finish_reason is None and not row.future.cancelled() for row in self.rows]
+        ended = [row for row, stays in zip(self.rows, goes_on, strict=True) if not stays]
         if ended:
-            kept = [number for number, row in enumerate(self.rows) if row not in ended]
+            kept = [number for number, stays in enumerate(goes_on) if stays]
             self.rows = [self.rows[number] for number in kept]
-            index = torch.tensor(kept, dtype=torch.long, device=self._mask_BT.device)
-            self._cache.reorder_cache(index)
-            self._mask_BT = self._mask_BT[index]
+            if kept:  # an empty batch is dropped
+                index = torch.tensor(kept, dtype=torch.long, device=self._mask_BT.device)
+                self._cache.reorder_cache(index)
+                self._mask_BT = self._mask_BT[index]
         return ended
 
     def merge(self, other: Batch) -> None:

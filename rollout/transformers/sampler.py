@@ -29,7 +29,7 @@ from tandem.rollout.weight_receiver import StagedReceiver
 _ENGINE_BYTES = 500 << 20  # memory of torch and transformers without weights and KV cache
 _ANSWER_SECONDS = 120.0  # a thread that makes no step for this long hangs
 _CLOSE_SECONDS = 10.0
-_PROMPTS_AT_ONCE = 16  # per forward pass
+_PROMPT_TOKENS_AT_ONCE = 4096  # per forward pass, padding included, unless one prompt is longer
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -189,11 +189,13 @@ class TransformersSampler(Sampler):
         """Reads the prompts of as many waiting rows as fit the cache, and samples their first tokens."""
         room = self._max_rows - sum(len(batch.rows) for batch in self._batches)
         prompts: set[tuple[bytes, tuple[int, ...]]] = set()
+        longest = 0
         rows: list[Row] = []
         while self._waiting and len(rows) < room:
             request = self._waiting[0].request
             prompts.add((request.prompt_ids.tobytes(), tuple(request.sampled_ids)))
-            if len(prompts) > _PROMPTS_AT_ONCE:
+            longest = max(longest, len(request.prompt_ids) + len(request.sampled_ids))
+            if len(prompts) > 1 and len(prompts) * longest > _PROMPT_TOKENS_AT_ONCE:
                 break
             row = self._waiting.popleft()
             if not row.future.cancelled():

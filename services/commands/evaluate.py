@@ -21,11 +21,12 @@ from tandem.services.launchers.process_group import FAILED, FINISHED, ProcessGro
 from tandem.services.launchers.supervisor import child_specs
 from tandem.services.process import in_thread
 from tandem.services.run.endpoint import check_network
+from tandem.services.run.environment_checks import check_environment
 from tandem.services.run.folder import CONFIG_FILE, RunLock, cannot_write, write_text
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, METRICS_FILE, JsonLines
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_environment, check_ports, check_reward
+from tandem.services.run.preflight import check_ports, check_reward
 from tandem.services.run.redis_child import RedisChild
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_set, wait_for_endpoints
 from tandem.services.trainer.generations import EvaluationSet, SetResult

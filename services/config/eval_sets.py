@@ -46,12 +46,16 @@ class EvalEnvironment(Options):
         return self
 
     def over(self, environment: EnvironmentConfig) -> EnvironmentConfig:
-        """The recipe's environment with the class and arguments of the set. The limits stay."""
+        """The recipe's environment with the class and arguments of the set. The limits stay. What differs from the
+        recipe's runs beside the samplers, since environment services have the recipe's only.
+        """
         if self.path == NO_ENVIRONMENT:
             return EnvironmentConfig()
+        changes: dict[str, object] = {"arguments": {**environment.arguments, **self.arguments}}
         if self.path:
-            return environment.model_copy(update={"path": self.path, "arguments": self.arguments, "tools": ()})
-        return environment.model_copy(update={"arguments": {**environment.arguments, **self.arguments}})
+            changes = {"path": self.path, "arguments": self.arguments, "tools": ()}
+        chosen = environment.model_copy(update=changes)
+        return environment if chosen == environment else chosen.model_copy(update={"service": False})
 
     def key(self, environment: EnvironmentConfig) -> str:
         """Names what is played: "" for the recipe's environment, `none`, or class and arguments as JSON text."""
@@ -178,8 +182,5 @@ def _check_environment(one: EvalSet, environment: EnvironmentConfig, scorer: str
     place, plays_none = f"evaluation set {one.name}: environment", one.environment.path == NO_ENVIRONMENT
     if not environment.path:
         raise ValueError(f"{place}: the recipe has no environment; set environment.path, or leave it out of the set")
-    if environment.service and not plays_none:
-        told = "the services of environment.service have the recipe's class and arguments only"
-        raise ValueError(f"{place}: {told}; set environment.service to false, or leave it out of the set")
     if plays_none and (one.scorer or scorer) == "earned":
         raise ValueError(f"{place}: the scorer earned gives single answers nothing; set a `scorer` of the set")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
@@ -18,13 +17,13 @@ from urllib.parse import urlsplit
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
-from tandem.rollout.environments.process import check_class
 from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
 from tandem.services.metrics.ports import port_offset
 from tandem.services.run.endpoint import check_network
+from tandem.services.run.environment_checks import check_environment, check_environment_service
 from tandem.services.run.estimates import LOG_COPIES, disk_need_bytes, job_bytes, memory_need_bytes, sampler_bytes
 from tandem.services.run.folder import (
     CONFIG_FILE,
@@ -45,7 +44,6 @@ from tandem.services.run.model_check import (
 )
 from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, num_cores
 from tandem.services.run.resume import check_resumable
-from tandem.services.run.tool_formats import check_tool_format
 from tandem.trainer.backend import registry as training_backends
 from tandem.trainer.batch.record import recorded_versions
 
@@ -327,26 +325,6 @@ def check_reward(recipe: Recipe) -> None:
     rubric = validate(recipe.reward, {one.name: one.rubric for one in recipe.eval_sets if one.rubric})
     if recipe.trainer.needs_components:
         _check_components(recipe, rubric)
-
-
-def check_environment_service(recipe: Recipe) -> None:
-    """Checks that the recipe has an environment for a service. The service itself checks the class."""
-    if not recipe.environment.path:
-        raise ConfigError("the recipe has no environment to serve; set environment.path or environment.tools")
-    if not recipe.environment.service:
-        raise ConfigError("environment.service is false; set environment.service=true for all services of the run")
-
-
-def check_environment(recipe: Recipe) -> None:
-    """Checks the format of calls, the class, and that its unsafe tools are never called without a saved intent."""
-    check_tool_format(recipe.environment)
-    unsafe = sorted(asyncio.run(check_class(recipe.environment))) if recipe.environment.path else []
-    if unsafe and not recipe.rollout.partial_rollout:
-        fault = "rollout.partial_rollout is false, and only saved episodes may call it"
-        raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, but {fault}; set it to true")
-    if unsafe and recipe.eval_sets:
-        fault = "evaluations do not save their episodes; leave the evaluation sets out"
-        raise ConfigError(f"environment.tools: {unsafe[0]} is unsafe, and {fault}")
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:

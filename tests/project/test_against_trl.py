@@ -39,6 +39,7 @@ def test_the_bounds_are_the_goals_of_the_project() -> None:
     bounds = {name: dict(workload.bounds) for name, workload in WORKLOADS.items()}
     assert bounds == {
         "demo": {"seconds_a_step": 0.7, "seconds_to_accuracy_0.9": 0.8},
+        "demo_transformers": {"seconds_a_step": 0.7, "seconds_to_accuracy_0.9": 0.8},
         "lognormal": {"seconds_a_step": 0.35},
         "prompts": {"seconds_a_step": 0.4},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,12 +57,15 @@ class ToolEnvironment:
         max_calls: int = 32,
         max_invalid_calls: int = 3,
         max_result_chars: int = 4096,
+        call_seconds: float | None = None,
         python: JsonObject | None = None,
     ) -> None:
         limits = {"max_calls": max_calls, "max_invalid_calls": max_invalid_calls, "max_result_chars": max_result_chars}
         for name, limit in limits.items():
             if not isinstance(limit, int) or limit < 1:
                 raise ContractError(f"arguments.{name} is {limit!r}, and it must be a whole number of at least 1")
+        if call_seconds is not None and not (isinstance(call_seconds, int | float) and call_seconds > 0):
+            raise ContractError(f"arguments.call_seconds is {call_seconds!r}, and it must be a number above 0")
         if max_result_chars > _MAX_TURN_CHARS:
             raise ContractError(f"arguments.max_result_chars is {max_result_chars}, at most {_MAX_TURN_CHARS}")
         self._tools = tools if isinstance(tools, Mapping) else load_tools(tuple(tools), _python_config(tools, python))
@@ -72,6 +76,7 @@ class ToolEnvironment:
         self._max_calls = max_calls
         self._max_invalid_calls = max_invalid_calls
         self._max_result_chars = max_result_chars
+        self._call_seconds = math.inf if call_seconds is None else call_seconds
         self._instances: dict[str, Instance] = {}
         self._num_calls = 0
         self._num_invalid_calls = 0
@@ -98,7 +103,8 @@ class ToolEnvironment:
         groups = list(_groups(calls))
         reserve = min(_RESERVE_SECONDS, (deadline - time.time()) / 4)
         for place, group in enumerate(groups):
-            seconds = max(0.0, (deadline - reserve - time.time()) / (len(groups) - place))
+            share = max(0.0, (deadline - reserve - time.time()) / (len(groups) - place))
+            seconds = min(share, self._call_seconds)
             answers = await asyncio.gather(*(self._answer(call, seconds, max_chars) for call in group))
             for call, result in zip(group, answers, strict=True):
                 messages.append(_message(call, result.text))

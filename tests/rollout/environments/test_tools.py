@@ -26,6 +26,7 @@ from tandem.rollout.environments.tools.tool import FunctionTool, Instance
 from tests.support import tools
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended, wait_until_gone
+from tests.support.verl_tools import FUNCTION_TOOLS, VERL_TOOL, VERL_YAML
 from tests.support.waiting import eventually
 
 TOOLS = [f"tests.support.tools:{name}" for name in ("add", "fail", "start", "wait", "ignore_cancellation")]
@@ -46,60 +47,6 @@ ADD_SCHEMA = {
         },
     },
 }
-VERL_TOOL = """
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.rollout_trace import rollout_trace_op
-
-EVENTS = []
-
-class Counter(BaseTool):
-    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
-        super().__init__(config, tool_schema)
-        self.counts = {}
-
-    async def create(self, instance_id=None, **kwargs):
-        instance_id, response = await super().create(instance_id)
-        self.counts[instance_id] = kwargs["create_kwargs"].get("start", 0)
-        EVENTS.append("create")
-        return instance_id, response
-
-    @rollout_trace_op
-    async def execute(self, instance_id, parameters, **kwargs):
-        self.counts[instance_id] += parameters["by"] * self.config["factor"]
-        return ToolResponse(text=f"now {self.counts[instance_id]}"), 0.5, {}
-
-    async def calc_reward(self, instance_id, **kwargs):
-        return float(self.counts[instance_id])
-
-    async def release(self, instance_id, **kwargs):
-        del self.counts[instance_id]
-        EVENTS.append("release")
-"""
-VERL_YAML = """
-tools:
-  - class_name: verl_counter.Counter
-    config: {type: native, factor: 2}
-    tool_schema:
-      type: function
-      function:
-        name: count
-        description: Counts.
-        parameters: {type: object, properties: {by: {type: integer, description: Step.}}, required: [by]}
-"""
-FUNCTION_TOOLS = """
-from verl.tools.function_tool import function_tool
-
-@function_tool
-def double(a: int):
-    '''Doubles a number.'''
-    return str(2 * a), 0.25
-
-@function_tool("half", schema={"type": "function", "function": {"name": "half", "description": "Halves.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}})
-def halve(a):
-    return a / 2
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +66,7 @@ def play(
     sources: Sequence[str] = TOOLS,
     seconds: float = 60.0,
     extra_info: Mapping[str, Any] = {},
-    **limits: int,
+    **limits: float,
 ) -> list[StepResult]:
     """What each turn leads to. Each has the calls of one action."""
 
@@ -329,6 +276,16 @@ def test_two_tools_of_one_name_and_limits_that_are_no_numbers_are_refused() -> N
         ToolEnvironment(TOOLS, max_calls=0)
     with pytest.raises(ContractError, match=r"arguments\.max_result_chars is 16001, at most 16000"):
         ToolEnvironment(TOOLS, max_result_chars=16_001)
+    for wrong in (0, -1.0, "10"):
+        with pytest.raises(ContractError, match=r"arguments\.call_seconds is .*, and it must be a number above 0"):
+            ToolEnvironment(TOOLS, call_seconds=wrong)  # type: ignore[arg-type]
+
+
+def test_a_call_ends_after_its_own_time_though_the_step_has_more() -> None:
+    calls = [call("wait", name="a", seconds=3600), call("wait", name="b", seconds=0)]
+    (result,) = play(calls, seconds=600.0, call_seconds=0.5)
+    late, waited = contents(result.messages)
+    assert late == "error: timeout: the tool had not ended after 0.5 s" and waited.endswith("b")
 
 
 def test_tools_in_a_recipe_are_an_environment_and_a_wrong_one_is_a_config_error() -> None:

@@ -102,7 +102,6 @@ _PLAYED = {"environment": {"path": "a:B"}}
         ({"path": "none", "arguments": {"a": 1}}, _PLAYED, "environment: arguments: without an environment, nothing"),
         ("none", {}, "set a: environment: the recipe has no environment; set environment.path"),
         ({"arguments": {"a": 1}}, {}, "set a: environment: the recipe has no environment; set environment.path"),
-        ("b:C", {"environment": {"path": "a:B", "service": True}}, "environment.service have the recipe's class and"),
         ("none", {**_PLAYED, "reward": {"scorer": "earned"}}, "the scorer earned gives single answers nothing"),
     ],
 )
@@ -114,12 +113,23 @@ def test_an_environment_that_cannot_be_used_is_refused_with_one_line(
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_single_answers_beside_an_environment_need_a_temperature_and_no_service() -> None:
+def test_single_answers_beside_an_environment_need_a_temperature() -> None:
     one = {"file": "a", "samples_per_prompt": 4, "temperature": 0.0, "environment": "none"}
     with pytest.raises(ConfigError, match="set a: samples_per_prompt 4 with temperature 0"):
         recipe(one, **_PLAYED)
-    served = recipe({**one, "temperature": 1.0}, environment={"path": "a:B", "service": True})
-    assert served.eval_sets[1].environment.key(served.environment) == "none"
+    single = recipe({**one, "temperature": 1.0}, **_PLAYED)
+    assert single.eval_sets[1].environment.key(single.environment) == "none"
+
+
+@pytest.mark.parametrize(
+    ("environment", "in_services"),
+    [({}, True), ({"arguments": {"size": 3}}, True), ({"arguments": {"size": 4}}, False), ("b:C", False)],
+)
+def test_environment_services_run_what_is_the_recipes_own(environment: Any, in_services: bool) -> None:
+    served = {"path": "a:B", "service": True, "arguments": {"size": 3}}
+    one = recipe({"file": "a", "environment": environment}, environment=served)
+    played = one.eval_sets[-1].environment.over(one.environment)
+    assert played.service is in_services and (one.eval_sets[-1].environment.key(one.environment) == "") is in_services
 
 
 def test_a_resolved_recipe_has_the_same_sets(tmp_path: Any) -> None:

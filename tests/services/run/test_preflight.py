@@ -216,21 +216,6 @@ def test_a_recipe_that_cannot_run_here_is_refused(
     refused(kind, recipe_of(values, **changes), *says)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"rollout": {"partial_rollout": False}}, "rollout.partial_rollout is false"),
-        ({"eval": {"sets": [{"file": "any.jsonl"}]}}, "evaluations do not save their episodes"),
-    ],
-)
-def test_an_unsafe_tool_is_refused_where_its_calls_would_not_be_saved(
-    values: Values, changes: Values, says: str
-) -> None:
-    tools = {"environment": {"tools": ["tests.support.unsafe_tools:pay"]}}
-    with pytest.raises(ConfigError, match=f"environment.tools: pay is unsafe, .*{says}"):
-        preflight.check_environment(recipe_of(values, **tools, **changes))
-
-
 def test_samplers_join_only_if_gpus_are_free_and_leave_in_any_case(
     values: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:

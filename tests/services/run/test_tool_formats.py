@@ -12,7 +12,8 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.rollout.environments.config import EnvironmentConfig
-from tandem.services.run import preflight, tool_formats
+from tandem.services.run import tool_formats
+from tandem.services.run.environment_checks import check_environment
 from tandem.services.run.tool_formats import check_tool_format, vllm_parsers
 from tests.support.run_inputs import recipe_of, small_values
 
@@ -45,7 +46,7 @@ def test_an_unknown_parser_is_refused_before_a_run_starts_with_all_that_there_ar
     check_tool_format(with_format("hermes"))
     environment = {"tools": ["tests.support.tools:add"], "tool_format": "vllm:kimi"}
     with pytest.raises(ConfigError) as refused:
-        preflight.check_environment(recipe_of(small_values(tmp_path), environment=environment))
+        check_environment(recipe_of(small_values(tmp_path), environment=environment))
     told = str(refused.value)
     assert told.startswith('environment.tool_format "vllm:kimi": vLLM has no such parser; it has apertus, ')
     assert "kimi_k2" in told and "\n" not in told

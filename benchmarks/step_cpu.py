@@ -1,0 +1,154 @@
+"""Measures the processor time of each service for a step of the demo, in two versions at once, and writes JSON.
+
+    python benchmarks/step_cpu.py [--checkout FOLDER] [--override KEY=VALUE ...] [--rounds 3]
+        [--output benchmarks/records/step_cpu.json]
+
+The first version is this checkout with the demo's recipe. The second one has the overrides, and with --checkout the
+code of another folder, such as one of `git worktree add`, which has its own `.venv` (`make setup`). Both train at the
+same time with the same model and data, so what else the machine does slows both. In each round both train 80 batches;
+those in which either of them starts or ends do not count. A ratio is the second version's processor time over the first
+one's in a round, and the record has medians over the rounds. Seconds a step say little here, since both share the
+cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.against_trl import ARITHMETIC, prepare_demo  # noqa: E402
+from benchmarks.process_usage import kind_of  # noqa: E402
+from tandem.services.config import dump_recipe, load_recipe  # noqa: E402
+
+BATCHES, FIRST, LAST = 80, 8, 72
+DEADLINE_SECONDS = 300.0
+SIDES = ("first", "second")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--override", nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "step_cpu.json")
+    arguments = parser.parse_args()
+    rounds = []
+    with tempfile.TemporaryDirectory(prefix="tandem-step-cpu-") as scratch:
+        made = prepare_demo(Path(scratch))
+        for number in range(arguments.rounds):
+            with ExitStack() as stack:
+                first = stack.enter_context(Run(Path(scratch) / f"{number}-first", made, ROOT, []))
+                second = stack.enter_context(
+                    Run(Path(scratch) / f"{number}-second", made, arguments.checkout.resolve(), arguments.override)
+                )
+                rounds.append(dict(zip(SIDES, _measured(first, second), strict=True)))
+            print(f"round {number + 1}, milliseconds a step: {json.dumps(rounds[-1])}", flush=True)
+    ratios = [sum(one["second"].values()) / sum(one["first"].values()) for one in rounds]
+    record = {
+        "command": "python benchmarks/step_cpu.py " + " ".join(sys.argv[1:]),
+        "cores": os.cpu_count(),
+        "milliseconds_a_step": {side: _medians([one[side] for one in rounds]) for side in SIDES},
+        "second_over_first": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
+    arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    return 0
+
+
+class Run:
+    """A training run of one version, from its start until `with` ends it."""
+
+    def __init__(self, folder: Path, made: Path, checkout: Path, overrides: Sequence[str]) -> None:
+        values = {
+            "run.folder": folder,
+            "run.total_batches": BATCHES,
+            "model.path": made / "model",
+            "data.train_file": made / "data" / "train.parquet",
+            "data.eval_file": "",
+            "trainer.evaluate_every": 0,
+        }
+        settings = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+        self.folder = folder
+        self._recipe = folder.with_suffix(".json")
+        self._recipe.write_text(dump_recipe(load_recipe(ARITHMETIC.recipe, settings)))
+        self._checkout, self._overrides = checkout, overrides
+
+    def __enter__(self) -> Run:
+        left_out = ("OMP_NUM_THREADS", "RAY_ADDRESS")
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment |= {"PYTHONPATH": str(self._checkout), "TANDEM_REDIS_URL": ""}
+        python = self._checkout / ".venv" / "bin" / "python"
+        command = [python, "-m", "tandem.services.cli", "run", self._recipe, *self._overrides]
+        with self.folder.with_suffix(".log").open("w") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, cwd=self._checkout, stdout=log, stderr=subprocess.STDOUT
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    def steps(self) -> int:
+        if self._process.poll():
+            raise SystemExit(self.folder.with_suffix(".log").read_text()[-2000:])
+        metrics = self.folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def cpu_seconds(self) -> dict[tuple[int, str], float]:
+        """Of each process, by its pid and kind."""
+        root, found = psutil.Process(self._process.pid), {}
+        for process in [root, *root.children(recursive=True)]:
+            try:
+                times, kind = process.cpu_times(), kind_of(process.cmdline())
+            except psutil.NoSuchProcess:
+                continue
+            found[process.pid, kind] = times.user + times.system
+        return found
+
+
+def _measured(*runs: Run) -> list[dict[str, float]]:
+    """Milliseconds of processor time a step, by kind of process, while all runs train."""
+    _wait(lambda: all(run.steps() >= FIRST for run in runs))
+    before = [(run.steps(), run.cpu_seconds()) for run in runs]
+    _wait(lambda: any(run.steps() >= LAST for run in runs))
+    found = []
+    for run, (steps, cpu) in zip(runs, before, strict=True):
+        used: Counter[str] = Counter()
+        for key, seconds in run.cpu_seconds().items():
+            used[key[1]] += 1000 * (seconds - cpu.get(key, 0.0)) / (run.steps() - steps)
+        found.append({kind: round(spent, 1) for kind, spent in used.most_common()})
+    return found
+
+
+def _wait(condition: Any) -> None:
+    ends = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        if time.monotonic() > ends:
+            raise SystemExit(f"no such step within {DEADLINE_SECONDS:g} s")
+        time.sleep(0.1)
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {kind: round(statistics.median(one.get(kind, 0.0) for one in rounds), 1) for kind in rounds[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
