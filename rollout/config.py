@@ -20,8 +20,8 @@ class RolloutConfig(Options):
     """`[rollout]`: how answers are sampled, and by how many engines."""
 
     engine: str = "vllm"
-    """Sampling engine: `vllm`, or `transformers`, which is slower but runs on machines and models that vLLM does not
-    support.
+    """Sampling engine: `vllm`, or `transformers`, which runs on machines and models that vLLM does not support. It is
+    slower, except for tiny models on CPUs (docs/speed.md).
     """
     num_replicas: Annotated[int, Field(ge=0)] = 1
     """Samplers that `tandem run` starts; 0 if they are started by hand with `tandem serve rollout`."""

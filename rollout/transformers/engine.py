@@ -9,7 +9,9 @@ from tandem.rollout.sampler import Sampler
 
 
 class TransformersEngine(Engine):
-    """A transformers model in a thread of the sampler's process: slower than vLLM, but runs wherever torch runs."""
+    """A transformers model in a thread of the sampler's process. It runs wherever torch runs, and is slower than vLLM
+    except for tiny models on CPUs.
+    """
 
     name = "transformers"
     library = "transformers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -337,10 +338,10 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
     write_certificates(tmp_path / "certs", [], 1)
     run = WholeRun(
         tmp_path,
-        run={"run_id": "certified", "certificates": str(tmp_path / "certs"), "total_batches": 12},
+        run={"run_id": "certified", "certificates": str(tmp_path / "certs"), "total_batches": 100_000},
         data={"eval_file": str(tmp_path / "data" / "eval.parquet")},
         rollout={"engine": "transformers", "max_response_tokens": 32},
-        trainer={"evaluate_every": 12},
+        trainer={"evaluate_every": 100_000},
     )
     process = run.start("run", str(run.recipe))
     try:
@@ -358,12 +359,16 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
         for address in services.values():
             with pytest.raises(UnavailableError, match="if it talks TLS"):
                 ask_info(address)
-        run.wait_for(lambda: len(run.metrics()) == 12, process, RUN_DEADLINE_SECONDS)
-        assert process.wait(60) == 0, run.logs()
+        run.wait_for(lambda: bool(run.metrics()), process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, run.logs()
+        total = len(run.metrics()) + 12
+        process = run.start("run", str(run.recipe), "--resume", f"run.total_batches={total}")
+        assert process.wait(RUN_DEADLINE_SECONDS) == 0, run.logs()
     finally:
         if process.poll() is None:
             kill_tree(process)
-    assert run.summary()["weight_updates"] == 12
+    assert len(run.metrics()) == total and run.summary()["weight_updates"] >= 12
     evaluations = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
     assert [one["num_scored"] == one["num_rows"] > 0 for one in evaluations] == [True, True]
 
