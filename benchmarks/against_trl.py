@@ -196,6 +196,7 @@ def _run_tandem(recipe: Recipe) -> tuple[list[Step], list[Sample]]:
     lines = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
     rows = recipe.run.groups_per_batch * recipe.rollout.samples_per_prompt
     steps = [Step(line["time"], line["num_loss_tokens"], line["prompt_length_mean"] * rows) for line in lines]
+    assert ready.time, "the sampler never said that it is ready"
     trainer_ready = lines[0]["time"] - lines[0]["seconds_total"]
     return [Step(max(trainer_ready, ready.time), 0.0, 0.0), *steps], samples
 
@@ -302,10 +303,10 @@ def prepare_demo(folder: Path) -> Path:
 
 
 def _prepare_demo(folder: Path, steps: int, engine: str = "vllm") -> Recipe:
-    return _demo_recipe(folder / "run", prepare_demo(folder), steps, engine)
+    return demo_recipe(folder / "run", prepare_demo(folder), steps, engine)
 
 
-def _demo_recipe(run: Path, made: Path, steps: int, engine: str = "vllm") -> Recipe:
+def demo_recipe(run: Path, made: Path, steps: int, engine: str = "vllm") -> Recipe:
     settings = {
         "run.folder": run,
         "run.total_batches": steps,

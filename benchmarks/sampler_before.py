@@ -60,7 +60,7 @@ def main() -> int:
     }
     record = {
         "command": f"python benchmarks/sampler_before.py CHECKOUT --rounds {arguments.rounds}",
-        "before": _commit(arguments.checkout),
+        "before": commit_of(arguments.checkout),
         "cores": os.cpu_count(),
         "by_answer_tokens": results,
     }
@@ -115,7 +115,7 @@ def _answer(checkout: Path) -> None:
             service.end()
 
 
-def _commit(checkout: Path) -> str:
+def commit_of(checkout: Path) -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True)
     return found.stdout.strip()
 

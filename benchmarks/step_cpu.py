@@ -32,9 +32,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.against_trl import ARITHMETIC, prepare_demo  # noqa: E402
+from benchmarks.against_trl import demo_recipe, prepare_demo  # noqa: E402
 from benchmarks.process_usage import kind_of  # noqa: E402
-from tandem.services.config import dump_recipe, load_recipe  # noqa: E402
+from benchmarks.sampler_before import commit_of  # noqa: E402
+from tandem.services.config import dump_recipe  # noqa: E402
 
 BATCHES, FIRST, LAST = 80, 8, 72
 DEADLINE_SECONDS = 300.0
@@ -61,7 +62,8 @@ def main() -> int:
             print(f"round {number + 1}, milliseconds a step: {json.dumps(rounds[-1])}", flush=True)
     ratios = [sum(one["second"].values()) / sum(one["first"].values()) for one in rounds]
     record = {
-        "command": "python benchmarks/step_cpu.py " + " ".join(sys.argv[1:]),
+        "command": f"python benchmarks/step_cpu.py --rounds {arguments.rounds}",
+        "second": {"commit": commit_of(arguments.checkout), "overrides": arguments.override},
         "cores": os.cpu_count(),
         "milliseconds_a_step": {side: _medians([one[side] for one in rounds]) for side in SIDES},
         "second_over_first": round(statistics.median(ratios), 3),
@@ -76,18 +78,9 @@ class Run:
     """A training run of one version, from its start until `with` ends it."""
 
     def __init__(self, folder: Path, made: Path, checkout: Path, overrides: Sequence[str]) -> None:
-        values = {
-            "run.folder": folder,
-            "run.total_batches": BATCHES,
-            "model.path": made / "model",
-            "data.train_file": made / "data" / "train.parquet",
-            "data.eval_file": "",
-            "trainer.evaluate_every": 0,
-        }
-        settings = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
         self.folder = folder
         self._recipe = folder.with_suffix(".json")
-        self._recipe.write_text(dump_recipe(load_recipe(ARITHMETIC.recipe, settings)))
+        self._recipe.write_text(dump_recipe(demo_recipe(folder, made, BATCHES)))
         self._checkout, self._overrides = checkout, overrides
 
     def __enter__(self) -> Run:
@@ -95,7 +88,7 @@ class Run:
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment |= {"PYTHONPATH": str(self._checkout), "TANDEM_REDIS_URL": ""}
         python = self._checkout / ".venv" / "bin" / "python"
-        command = [python, "-m", "tandem.services.cli", "run", self._recipe, *self._overrides]
+        command = [python, "-m", "tandem.services.cli", "run", self._recipe, "trainer.export_every=0", *self._overrides]
         with self.folder.with_suffix(".log").open("w") as log:
             self._process = subprocess.Popen(
                 command, env=environment, cwd=self._checkout, stdout=log, stderr=subprocess.STDOUT

@@ -31,6 +31,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LOCK_POLL_SECONDS = 0.02
+_NEW_OBJECTS = 50_000  # containers between two collections; Python's 700 are made within a few groups
 _LOW_PRIORITY = 5  # a niceness
 _JOIN_SECONDS = 2.0
 
@@ -62,9 +63,6 @@ def yield_to_others() -> None:
     # Linux's autogroups share processors between sessions, and niceness counts within one. Not every kernel has them.
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_LOW_PRIORITY))
-
-
-_NEW_OBJECTS = 50_000  # containers between two collections; Python's 700 are made within a few groups
 
 
 @contextmanager

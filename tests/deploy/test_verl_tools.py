@@ -12,20 +12,20 @@ import pytest
 from tandem import StepResult
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.process import EnvironmentPool
+from tests.deploy.test_environment_libraries import installed
 from tests.support.paths import ROOT
 from tests.support.verl_tools import FUNCTION_TOOLS, VERL_TOOL, VERL_YAML
-from tests.support.wheels import pip
 
 pytestmark = pytest.mark.timeout(300)
 
-PACKAGES = ("verl==0.9.1", "tensordict", "pyvers", "orjson", "codetiming", "hydra-core", "omegaconf")
+PACKAGES = "verl==0.9.1 tensordict pyvers orjson codetiming hydra-core omegaconf"
 USES_VERL = "\nimport verl\nassert verl.DataProto\n"
 """What Tandem offers in verl's place does not have this."""
 
 
 def test_verls_own_classes_serve_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "packages"
-    pip("install", "-q", "--no-deps", "--no-compile", "--target", packages, *PACKAGES)
+    installed(PACKAGES, packages, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", f"{packages}:{tmp_path}:{ROOT}")
     (tmp_path / "verl_counter.py").write_text(VERL_TOOL + USES_VERL)
     (tmp_path / "tools.yaml").write_text(VERL_YAML)
