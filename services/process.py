@@ -31,7 +31,6 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LOCK_POLL_SECONDS = 0.02
-_NEW_OBJECTS = 50_000  # containers between two collections; Python's 700 are made within a few groups
 _LOW_PRIORITY = 5  # a niceness
 _JOIN_SECONDS = 2.0
 
@@ -68,11 +67,9 @@ def yield_to_others() -> None:
 @contextmanager
 def starting() -> Iterator[None]:
     """Turns garbage collection off inside, and excludes the objects made there from later collections: imports create a
-    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py). Later collections, of
-    this process and those that it forks, are rarer than Python's (benchmarks/step_cpu.py).
+    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py).
     """
     gc.disable()
-    gc.set_threshold(_NEW_OBJECTS)
     try:
         yield
     finally:
