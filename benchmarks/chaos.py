@@ -97,7 +97,7 @@ def under_faults(folder: Path, faults: int, seed: int) -> dict[str, Any]:
 def make_model(folder: Path, seed: int) -> dict[str, Any]:
     """Makes data and a warmed-up model as the demo does; returns the keys of the recipe that name them."""
     write_task(folder / "data", seed)
-    python("-m", "tandem.services.commands.demo_tasks", folder / "base", seed)
+    python("-m", "tandem.services.commands.demo_model", folder / "base", seed)
     data = folder / "data"
     settings = {
         "run.seed": seed,

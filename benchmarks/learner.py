@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tandem.protos.types import TrainBatch, TrajectoryGroup  # noqa: E402
-from tandem.services.commands.demo_tasks import make_model  # noqa: E402
+from tandem.services.commands.demo_model import make_model  # noqa: E402
 from tandem.trainer.config import TrainerConfig  # noqa: E402
 from tests.support.training_groups import make_batch, make_group  # noqa: E402
 

@@ -226,7 +226,7 @@ def _warm_start(folder: Path, seed: int, *, forgets: bool) -> None:
     split = {"evaluation_rows": QUESTIONS, "demonstrated_share": DEMONSTRATED_SHARE}
     write_task(folder / "data", seed, **split)
     base, pupil, done = folder / "base", folder / "pupil", folder / "model.part"
-    _python("-m", "tandem.services.commands.demo_tasks", str(base), str(seed))
+    _python("-m", "tandem.services.commands.demo_model", str(base), str(seed))
     _imitate(folder, seed, base, folder / "data", pupil if forgets else done)
     if forgets:
         write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)

@@ -78,7 +78,7 @@ def _model_check() -> dict[str, float]:
 
 def _prepare(folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "tandem.services.commands.demo_tasks", str(folder / "model"), "0"],
+        [sys.executable, "-m", "tandem.services.commands.demo_model", str(folder / "model"), "0"],
         cwd=ROOT,
         check=True,
         timeout=DEADLINE_SECONDS,

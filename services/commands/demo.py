@@ -30,7 +30,7 @@ from tandem.services.run.placement import CPU_ENVIRONMENT
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.trainer.checkpoints.durable import disk_full_error
 
-MODEL_MAKER = "tandem.services.commands.demo_tasks"
+MODEL_MAKER = "tandem.services.commands.demo_model"
 WARM_UP_DEADLINE_SECONDS = 900.0
 BASE_MODEL = "base"  # in the run folder, beside the data
 USER_ERROR = 2
@@ -58,13 +58,12 @@ def main(
             lacking = find_engine(RolloutConfig().engine)
             why = "" if lacking.installed else f": {lacking.library} is not installed here ({lacking.install})"
             print_line(console, f"· sampling with {recipe.rollout.engine}{why}")
-        if code := _make_data_and_model(task, recipe, seed):
+        _make_data(task, recipe, seed)
+        print_line(console, f"· data is made; a random model imitates {task.teacher} …")
+        if code := _make_and_warm_up(task, recipe, settings, seed):
             return code
         taken = f"{time.monotonic() - started:.0f} s"
-        print_line(console, f"· data and a random model are made ({taken}); imitating {task.teacher} …")
-        if code := _warm_up(task, recipe, settings):
-            return code
-        print_line(console, "· warmed up; now sampler, scorer and trainer run at once:")
+        print_line(console, f"· warmed up ({taken}); now sampler, scorer and trainer run at once:")
         code = run_recipe(recipe, False, console=console, lock=lock, launcher_name=launcher_name)
     if code == 0:
         _show(folder, time.monotonic() - started, console)
@@ -134,32 +133,27 @@ def _moved(value: Any, old: str, new: str) -> Any:
     return value
 
 
-def _make_data_and_model(task: DemoTask, recipe: Recipe, seed: int) -> int:
+def _make_data(task: DemoTask, recipe: Recipe, seed: int) -> None:
     data = Path(recipe.data.train_file).parent
     with disk_full_error(data):
         task.write_data(data, seed)
-    # Runs in its own process: imported here, torch would stay in the supervisor's memory for the whole run.
-    return _child(
-        [sys.executable, "-m", MODEL_MAKER, str(recipe.folder / BASE_MODEL), str(seed), task.name], "making the model"
-    )
 
 
-def _warm_up(task: DemoTask, recipe: Recipe, settings: list[str]) -> int:
-    changes = [*settings, f"model.path={_quoted(recipe.folder / BASE_MODEL)}"]
-    return _child([sys.executable, "-m", "tandem.services.cli", "sft", str(task.recipe), *changes], "the warm-up")
-
-
-def _child(command: list[str], what: str) -> int:
-    """Runs a child. Returns 0, or 2 after a user's error, which the child has printed; else raises TandemError."""
+def _make_and_warm_up(task: DemoTask, recipe: Recipe, settings: list[str], seed: int) -> int:
+    """Returns 0, or 2 after a user's error, which the child has printed. Raises TandemError if the child fails."""
+    base = str(recipe.folder / BASE_MODEL)
+    command = [sys.executable, "-m", MODEL_MAKER, base, str(seed), task.name, *settings]
     try:
         environment = {**CPU_ENVIRONMENT, **os.environ}
         done = subprocess.run(
             dying_with_parent(command), timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        raise TandemError(f"{what} took longer than {WARM_UP_DEADLINE_SECONDS:.0f} s; is the machine busy?") from None
+        raise TandemError(
+            f"the warm-up took longer than {WARM_UP_DEADLINE_SECONDS:.0f} s; is the machine busy?"
+        ) from None
     if done.returncode not in (0, USER_ERROR):
-        raise TandemError(f"{what} failed with exit code {done.returncode}; its own lines above say why")
+        raise TandemError(f"the warm-up failed with exit code {done.returncode}; its own lines above say why")
     return done.returncode
 
 

@@ -1,22 +1,14 @@
-"""What `tandem demo` can train: data, a random model and a recipe for each task.
-
-    python -m tandem.services.commands.demo_tasks FOLDER SEED [TASK]
-
-writes the random model of a task in a process of its own, because torch would stay in the supervisor's memory.
-"""
+"""What `tandem demo` can train: data, a random model and a recipe for each task."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.services.command_line import run_service
 from tandem.services.data import arithmetic, guessing
-from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
-from tandem.trainer.checkpoints.durable import atomic_folder
+from tandem.services.data.tiny_model import PLAIN_TEMPLATE
 
 _RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
@@ -45,7 +37,7 @@ ARITHMETIC = DemoTask(
     "a model that forgets to carry learns to add",
     "a sloppy pupil",
     arithmetic.write_task,
-    {"hidden": 128, "layers": 4, "initializer_range": 0.02, "chat_template": PLAIN_TEMPLATE},
+    {"hidden": 128, "layers": 4, "initializer_range": 0.06, "chat_template": PLAIN_TEMPLATE},
 )
 GUESS_NUMBER = DemoTask(
     "guess_number",
@@ -61,17 +53,3 @@ GUESS_NUMBER = DemoTask(
     },
 )
 TASKS: dict[str, DemoTask] = {task.name: task for task in (ARITHMETIC, GUESS_NUMBER)}
-
-
-def make_model(folder: Path, seed: int, task: DemoTask = ARITHMETIC) -> None:
-    """Writes the random model that the warm-up starts from. Raises EnvironmentLackError if the disk is full."""
-    with atomic_folder(folder) as begun:
-        build_tiny_model(begun, seed=seed, **task.model)
-
-
-if __name__ == "__main__":
-    run_service(
-        lambda: make_model(
-            Path(sys.argv[1]), int(sys.argv[2]), TASKS[sys.argv[3] if len(sys.argv) > 3 else "arithmetic"]
-        )
-    )

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.command_line import run_service
-from tandem.services.commands import demo, demo_tasks
+from tandem.services.commands import demo, demo_model
 from tandem.services.commands.data_check import check_file
 from tandem.services.commands.demo_tasks import ARITHMETIC, GUESS_NUMBER
 from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
@@ -50,9 +50,9 @@ class Stage:
 
     def child(self, command: list[str], **_options: Any) -> subprocess.CompletedProcess[bytes]:
         self.commands.append(command)
-        if self.exit_code == 0 and "sft" in command:
-            file, *overrides = command[command.index("sft") + 1 :]
-            recipe = load_recipe(Path(file), overrides)
+        if self.exit_code == 0:
+            _base, _seed, task, *overrides = command[command.index(demo.MODEL_MAKER) + 1 :]
+            recipe = load_recipe(demo.TASKS[task].recipe, overrides)
             assert held(recipe.folder)
             Path(recipe.sft.output).mkdir()
             Path(recipe.sft.output, "model.safetensors").write_text(f"of demo {len(self.commands)}")
@@ -124,7 +124,7 @@ def test_an_earlier_demo_is_moved_and_its_recipe_still_names_its_own_files(stage
         assert recipe.reward.scorer == f"{neighbour}:score"
         models.append(Path(recipe.model.path, "model.safetensors").read_text())
     assert sorted(os.listdir(folder.parent)) == ["demo", "demo.1", "demo.2"]
-    assert models == ["of demo 2", "of demo 2"]
+    assert models == ["of demo 1", "of demo 1"]
     assert Path(load_resolved(folder / CONFIG_FILE).model.path) == folder / "model"
 
 
@@ -183,7 +183,7 @@ def test_an_error_line_printed_by_a_child_is_not_repeated(
     assert len(stage.commands) == 1 and stage.runs == 0
     assert capfd.readouterr().err == ""
     stage.exit_code = 1
-    with pytest.raises(TandemError, match="making the model failed with exit code 1"):
+    with pytest.raises(TandemError, match="the warm-up failed with exit code 1"):
         play(folder)
 
 
@@ -193,9 +193,9 @@ def test_a_full_disk_while_model_or_data_are_written_is_a_one_line_error(
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(demo_tasks, "build_tiny_model", full)
+    monkeypatch.setattr(demo_model, "build_tiny_model", full)
     with pytest.raises(SystemExit) as ended:
-        run_service(lambda: demo_tasks.make_model(tmp_path / "base", 0))
+        run_service(lambda: demo_model.make_model(tmp_path / "base", 0))
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tandem: no space left on the disk of ")
@@ -207,7 +207,7 @@ def test_a_full_disk_while_model_or_data_are_written_is_a_one_line_error(
 
 def test_the_process_that_makes_the_model_ends_as_every_service_does(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run_python("-m", "tandem.services.commands.demo_tasks", tmp_path / "file", 0)
+    done = run_python("-m", "tandem.services.commands.demo_model", tmp_path / "file", 0)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == f"tandem: {tmp_path}/file: a file stands where a folder is needed; move it away, or write elsewhere"
@@ -306,7 +306,7 @@ def test_demonstrated_games_are_random_and_each_guess_is_one_token(tmp_path: Pat
     assert sorted(map(int, numbers)) == list(range(1, 16)) and max(numbers.values()) < 1.3 * min(numbers.values())
     after = {tuple(messages[1:]) for messages in said if messages[1:2] == ["8"] and len(messages) == 3}
     assert after == {("8", "higher"), ("8", "lower")}
-    demo_tasks.make_model(tmp_path / "model", 0, GUESS_NUMBER)
+    demo_model.make_model(tmp_path / "model", 0, GUESS_NUMBER)
     encoder = ChatEncoder(str(tmp_path / "model"))
     encoder.check_replies()
     longest = max(turns, key=lambda turn: len(turn["prompt"]))
