@@ -6,10 +6,10 @@ The schema's metadata holds the prompt and the schema version. A reader needs on
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +35,7 @@ SCHEMA_VERSION = 2
 VERSION_KEY = b"tandem.schema_version"
 PROMPT_KEY = b"tandem.prompt"
 
+_REWARDS = pa.list_(pa.float32())
 _MASK = pa.list_(pa.list_(pa.int32()))
 _SPAN = pa.struct([("first_token", pa.int32()), ("incarnation", pa.int64()), ("policy_version", pa.int64())])
 SCHEMA = pa.schema(
@@ -56,15 +57,19 @@ SCHEMA = pa.schema(
         pa.field("breakdown", pa.string(), nullable=False),
         pa.field("unscored_reason", pa.string()),
         pa.field("unscored_detail", pa.string(), nullable=False),
-        pa.field("token_rewards", pa.list_(pa.float32())),
+        pa.field("token_rewards", _REWARDS),
         pa.field("sampling_mask", _MASK),
     ]
 )
 
 
+_FIELDS = tuple(SCHEMA)
+_NOTHING = ("", "{}", None)
+"""Values of a column without any content."""
 _NO_ROWS = pa.RecordBatch.from_pydict({name: [] for name in SCHEMA.names}, schema=SCHEMA)
 _END_OF_STREAM = bytes.fromhex("ffffffff00000000")
 _HEADER_FIELDS = tuple(RowHeader.__dataclass_fields__)
+_SPANS = _HEADER_FIELDS.index("spans")
 _header_values = attrgetter(*_HEADER_FIELDS)
 _span_values = attrgetter(*VersionSpan.__dataclass_fields__)
 
@@ -81,7 +86,11 @@ def batch_to_payload(batch: pa.RecordBatch) -> bytes:
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
     """Decodes the output of `encode_group`. Raises SchemaVersionError if a newer Tandem wrote it, and DataError."""
-    batch = payload_to_batch(payload)
+    return batch_to_group(payload_to_batch(payload))
+
+
+def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
+    """The group of a record batch that `payload_to_batch` returned."""
     return rows_to_group(decode_prompt(batch.schema.metadata[PROMPT_KEY].decode()), batch)
 
 
@@ -129,30 +138,29 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         assert trajectory.segments, "a trajectory has at least one segment"
         rows.extend((trajectory, scored, number, segment) for number, segment in enumerate(trajectory.segments))
     segments = [segment for _, _, _, segment in rows]
-    ends = _offsets([len(segment.ids) for segment in segments])
+    lengths = [len(segment.ids) for segment in segments]
     columns = {
-        "trajectory_id": [t.trajectory_id for t, _, _, _ in rows],
-        "segment": [number for _, _, number, _ in rows],
-        "role": [t.role for t, _, _, _ in rows],
-        "ids": _list_array(ends, [s.ids for s in segments], np.int32),
-        "behavior_logprobs": _list_array(ends, [s.behavior_logprobs for s in segments], np.float32),
-        "loss_mask": _list_array(ends, [s.loss_mask for s in segments], np.uint8),
-        "spans": [[_span_values(span) for span in s.spans] for s in segments],
-        "sampling": [_sampling_text(t.sampling) for t, _, _, _ in rows],
-        "finish_reason": [t.finish_reason for t, _, _, _ in rows],
+        "trajectory_id": _repeated("trajectory_id", tuple(t.trajectory_id for t, _, _, _ in rows)),
+        "segment": _repeated("segment", tuple(number for _, _, number, _ in rows)),
+        "role": _repeated("role", tuple(t.role for t, _, _, _ in rows)),
+        "ids": _list_array(lengths, [s.ids for s in segments], np.int32),
+        "behavior_logprobs": _list_array(lengths, [s.behavior_logprobs for s in segments], np.float32),
+        "loss_mask": _list_array(lengths, [s.loss_mask for s in segments], np.uint8),
+        "spans": _repeated("spans", tuple(tuple(map(_span_values, s.spans)) for s in segments)),
+        "sampling": _repeated("sampling", tuple(_sampling_text(t.sampling) for t, _, _, _ in rows)),
+        "finish_reason": _repeated("finish_reason", tuple(t.finish_reason for t, _, _, _ in rows)),
         "text": ["" if number else t.text for t, _, number, _ in rows],
-        "earned_reward": [t.earned_reward for t, _, _, _ in rows],
+        "earned_reward": pa.array(np.array([t.earned_reward for t, _, _, _ in rows], np.float64)),
         "metadata": ["{}" if number or not t.metadata else json.dumps(dict(t.metadata)) for t, _, number, _ in rows],
         **_score_columns([scored for _, scored, _, _ in rows]),
-        "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
+        "token_rewards": _token_rewards_array([t.token_rewards[n] if t.token_rewards else None for t, _, n, _ in rows]),
         "sampling_mask": _mask_array([s.sampling_mask for s in segments]),
     }
     return _record_batch(columns, SCHEMA.with_metadata(metadata))
 
 
-def encode_scored(payload: bytes, scored: Sequence[ScoredTrajectory]) -> bytes:
-    """Encodes the group of a payload with scores for its trajectories, all of them and in their order."""
-    batch = payload_to_batch(payload)
+def encode_scored(batch: pa.RecordBatch, scored: Sequence[ScoredTrajectory]) -> bytes:
+    """Encodes a group's record batch with scores for its trajectories, all of them and in their order."""
     of_segments = [row for row in scored for _ in row.trajectory.segments]
     assert len(of_segments) == batch.num_rows, "every trajectory of the group is scored"
     columns = {**dict(zip(batch.schema.names, batch.columns, strict=True)), **_score_columns(of_segments)}
@@ -162,20 +170,30 @@ def encode_scored(payload: bytes, scored: Sequence[ScoredTrajectory]) -> bytes:
 def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, object]:
     """The columns that scoring adds; None for a trajectory that is not scored."""
     return {
-        "scored": [row is not None for row in rows],
+        "scored": _repeated("scored", tuple(row is not None for row in rows)),
         "reward": [row.reward if row else None for row in rows],
         "breakdown": [json.dumps(dict(row.breakdown)) if row and row.breakdown else "{}" for row in rows],
-        "unscored_reason": [row.unscored_reason if row else None for row in rows],
+        "unscored_reason": _repeated("unscored_reason", tuple(row.unscored_reason if row else None for row in rows)),
         "unscored_detail": [row.unscored_detail if row else "" for row in rows],
     }
 
 
+@lru_cache(maxsize=1024)  # making an array takes ten times as long as finding one
+def _repeated(name: str, values: tuple[object, ...]) -> pa.Array:
+    """A column of small values that many groups have alike. Not for floats: 0.0 and −0.0 are one key."""
+    return pa.array(values, SCHEMA.field(name).type)
+
+
 def _record_batch(columns: Mapping[str, object], schema: pa.Schema) -> pa.RecordBatch:
-    arrays = [
-        column if isinstance(column, pa.Array) else pa.array(column, field.type)
-        for field, column in zip(schema, (columns[name] for name in schema.names), strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays([_array(field, columns[field.name]) for field in _FIELDS], schema=schema)
+
+
+def _array(field: pa.Field, values: Any) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    if values[0] in _NOTHING and values.count(values[0]) == len(values):
+        return _repeated(field.name, tuple(values))
+    return pa.array(values, field.type)
 
 
 def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
@@ -234,16 +252,19 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
     )
 
 
-def _list_array(ends: pa.Array, arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
-    values = np.concatenate(arrays).astype(dtype, copy=False)
-    assert len(values) == ends[-1].as_py(), "all arrays of a segment have its length"
-    return pa.ListArray.from_arrays(ends, pa.array(values))
+def _list_array(
+    lengths: Sequence[int], arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]
+) -> pa.ListArray:
+    assert [*map(len, arrays)] == lengths, "all arrays of a segment have its length"
+    return pa.ListArray.from_arrays(_offsets(lengths), pa.array(np.concatenate(arrays).astype(dtype, copy=False)))
 
 
-def _offsets(lengths: Sequence[int] | NDArray[np.int32]) -> pa.Array:
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.array(offsets, pa.int32())
+def _token_rewards_array(rewards: Sequence[NDArray[np.float32] | None]) -> pa.Array:
+    return pa.array(rewards, _REWARDS) if any(each is not None for each in rewards) else pa.nulls(len(rewards), _REWARDS)
+
+
+def _offsets(lengths: Iterable[int]) -> pa.Array:
+    return pa.array(np.fromiter(accumulate(lengths, initial=0), np.int32))
 
 
 def _split(column: pa.ListArray) -> list[NDArray[Any]]:
@@ -330,8 +351,10 @@ def encode_headers(headers: Sequence[RowHeader]) -> str:
 
 def decode_headers(text: str) -> tuple[RowHeader, ...]:
     """Decodes the output of `encode_headers`. Headers of older runs lack the last fields."""
-    fields = [dict(zip(_HEADER_FIELDS, row, strict=False)) for row in json.loads(text)]
-    return tuple(RowHeader(**{**one, "spans": tuple(VersionSpan(*span) for span in one["spans"])}) for one in fields)
+    rows = json.loads(text)
+    for row in rows:
+        row[_SPANS] = tuple(VersionSpan(*span) for span in row[_SPANS])
+    return tuple(RowHeader(*row) for row in rows)
 
 
 @lru_cache(maxsize=256)  # the rows of a run have few different ones

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 from tandem.protos import reward_pb2_grpc
-from tandem.protos.codec import decode_group, encode_headers, encode_scored, group_headers
+from tandem.protos.codec import batch_to_group, encode_headers, encode_scored, group_headers, payload_to_batch
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import DataError
 from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
@@ -194,7 +194,8 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
     def _score(self, held: Held[Claim]) -> tuple[GroupResult | Release, float]:
         """The outcome of one attempt, and how long to wait before it is told to the buffer."""
         try:
-            group = decode_group(held.lease.payload)
+            batch = payload_to_batch(held.lease.payload)
+            group = batch_to_group(batch)
             if not group.rows:
                 raise DataError("it has no trajectories")
         except DataError as error:
@@ -225,7 +226,7 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         reasons = Counter(f"rows_unscored:{failure.reason}" for failure in _failures(scored))
         figures = {"rows_scored": len(scored) - reasons.total(), **reasons}
         headers = group_headers(TrajectoryGroup(group.prompt, tuple(scored)))
-        return GroupResult(encode_scored(held.lease.payload, scored), encode_headers(headers), figures), 0.0
+        return GroupResult(encode_scored(batch, scored), encode_headers(headers), figures), 0.0
 
 
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:

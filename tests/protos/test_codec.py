@@ -127,7 +127,7 @@ def test_scores_added_to_a_payload_give_the_bytes_of_the_scored_group(group: Tra
     ]
     unscored = TrajectoryGroup(group.prompt, tuple(row.trajectory for row in scored))
     whole = codec.encode_group(TrajectoryGroup(group.prompt, tuple(scored)))
-    assert codec.encode_scored(codec.encode_group(unscored), scored) == whole
+    assert codec.encode_scored(codec.group_to_batch(unscored), scored) == whole
 
 
 @given(groups())
@@ -163,7 +163,7 @@ def test_a_group_of_schema_version_1_has_no_sampling_mask_and_gets_scores() -> N
     payload = codec.batch_to_payload(batch)
     assert plain(codec.decode_group(payload)) == plain(group)
     scored = ScoredTrajectory(row, 0.5)
-    again = codec.decode_group(codec.encode_scored(payload, [scored]))
+    again = codec.decode_group(codec.encode_scored(codec.payload_to_batch(payload), [scored]))
     assert plain(again) == plain(dataclasses.replace(group, rows=(scored,)))
 
 
