@@ -16,6 +16,7 @@ from tandem.protos.options import MAX_TOP_K
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, EngineFolder
+from tandem.rollout.vllm.fused_norms import PRIORITY, register_fused_norms
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +68,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         seed=arguments.seed % (1 << 31),
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=on_cpu,
+        **({"ir_op_priority": PRIORITY} if on_cpu else {}),
         max_num_seqs=max_sequences,
         # Chunked prefill is off on CPUs. For a chunk whose token is discarded, vLLM rewinds the random generator, which
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
@@ -116,6 +118,8 @@ def _import_vllm(on_cpu: bool) -> None:
 
     if on_cpu:
         import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        register_fused_norms()
 
 
 def _on_cpu() -> bool:

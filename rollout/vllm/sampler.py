@@ -17,7 +17,7 @@ from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.rollout.vllm.engine_folder import EngineFolder
 from tandem.rollout.vllm.launch import start_vllm
-from tandem.rollout.vllm.resumed_requests import SAMPLED_TOKENS
+from tandem.rollout.vllm.seeded_requests import SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

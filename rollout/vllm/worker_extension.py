@@ -16,7 +16,7 @@ from tandem.rollout.base_weights import checkpoint_shapes, local_folder
 from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.vllm.exact_top_k import keep_k_tokens
 from tandem.rollout.vllm.replaced_modules import can_be_replaced, load_beside, replace
-from tandem.rollout.vllm.resumed_requests import continue_random_numbers
+from tandem.rollout.vllm.seeded_requests import continue_random_numbers, draw_seeds_together
 from tandem.rollout.vllm.shared_prompts import copy_prompts
 from tandem.rollout.weight_receiver import StagedReceiver
 
@@ -82,6 +82,7 @@ def _receiver_of(worker: WorkerBase) -> StagedReceiver:
         copy_prompts(worker)
         if worker.device.type == "cpu":
             keep_k_tokens()
+            draw_seeds_together(worker)
         worker._tandem_receiver = receiver
     return receiver
 
