@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
 
+SAMPLED_LOGPROBS = "tandem_sampled_logprobs"
+"""Key of an output's `kv_transfer_params`, which may hold anything: the log-probs of its tokens, without candidates.
+Three arrays for each output would take longer to send than the rest of it.
+"""
+
 
 class CollectedOutputs:
     """Outputs of requests that have not finished and whose client looks at nothing before their end."""
@@ -55,13 +60,15 @@ def _can_wait(request: Request) -> bool:
 def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     """The last output with the tokens of all."""
     last = outputs[-1]
-    if len(outputs) > 1:
-        last.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
-        logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-        if logprobs:
-            # A step has as many candidates as the request of it that asked for the most.
-            width = min(one[0].shape[1] for one in logprobs)
+    last.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+    last.prefill_stats = outputs[0].prefill_stats
+    if logprobs := [output.new_logprobs for output in outputs if output.new_logprobs is not None]:
+        # A step has as many candidates as the request of it that asked for the most.
+        width = min(one[0].shape[1] for one in logprobs)
+        if width == 1:
+            sampled = [value for one in logprobs for value in one[1][:, 0].tolist()]
+            last.new_logprobs, last.kv_transfer_params = None, {SAMPLED_LOGPROBS: sampled}
+        else:
             columns = zip(*((one[0][:, :width], one[1][:, :width], one[2]) for one in logprobs), strict=True)
             last.new_logprobs = type(logprobs[0])(*map(np.concatenate, columns))
-        last.prefill_stats = outputs[0].prefill_stats
     return last

@@ -15,6 +15,7 @@ from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, U
 from tandem.protos.types import FinishReason, SamplingMask, SamplingParameters, VersionSpan
 from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
+from tandem.rollout.vllm.collected_outputs import SAMPLED_LOGPROBS
 from tandem.rollout.vllm.engine_folder import EngineFolder
 from tandem.rollout.vllm.launch import start_vllm
 from tandem.rollout.vllm.seeded_requests import SAMPLED_TOKENS
@@ -270,8 +271,9 @@ class _SampledLogprobs:
         self._counts: list[NDArray[np.int32]] = []
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
-        new = output.new_logprobs
-        if new is None:
+        if output.kv_transfer_params is not None:
+            self.logprobs += output.kv_transfer_params[SAMPLED_LOGPROBS]
+        if (new := output.new_logprobs) is None:
             return
         self.logprobs += new.logprobs[:, 0].tolist()  # the sampled token's come first
         if self._num_candidates:
