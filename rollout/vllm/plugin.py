@@ -20,6 +20,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress, is_received
+from tandem.rollout.vllm.block_allocation import allocate_whole_blocks
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, name_shared_memory
 from tandem.rollout.vllm.packed_embeddings import pack_embeddings_when_used
@@ -186,6 +187,7 @@ def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
             gc.enable()
         if core.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:  # else nobody copies the prompts
             schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
+            allocate_whole_blocks(core.scheduler)  # type: ignore[arg-type]
 
     return start
 

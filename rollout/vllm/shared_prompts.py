@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 
-def _longest_shared(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """The tokens of the longest prompt that is shared here: a block. 0 if the layers keep more than keys and values."""
+def plain_block_tokens(config: VllmConfig, cache: KVCacheConfig) -> int:
+    """The tokens of a block of a cache on a CPU whose layers keep nothing but keys and values; otherwise 0."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -43,7 +43,7 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
     it has the same one. Rows start in their order, so that the rows of a step that have this prompt begin with one
     that computes it.
     """
-    longest = _longest_shared(scheduler.vllm_config, scheduler.kv_cache_config)
+    longest = plain_block_tokens(scheduler.vllm_config, scheduler.kv_cache_config)
     if not longest:
         return
     schedule = scheduler.schedule
@@ -78,7 +78,7 @@ def followers(waiting: Iterable[Request], longest: int) -> list[Request]:
 def copy_prompts(worker: WorkerBase) -> None:
     """Makes the worker write the keys and values of a prompt to the blocks of all rows that start with it."""
     runner = cast("GPUModelRunner", worker.model_runner)
-    if not (longest := _longest_shared(worker.vllm_config, runner.kv_cache_config)):
+    if not (longest := plain_block_tokens(worker.vllm_config, runner.kv_cache_config)):
         return
     copies: list[torch.Tensor] = []
     """Of the step's tokens, those to copy, and their slots in the cache. Empty if nothing is to be copied."""
