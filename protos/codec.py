@@ -167,7 +167,7 @@ def encode_scored(batch: pa.RecordBatch, scored: Sequence[ScoredTrajectory]) -> 
     return batch_to_payload(_record_batch(columns, batch.schema))
 
 
-def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, object]:
+def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, pa.Array | Sequence[object]]:
     """The columns that scoring adds; None for a trajectory that is not scored."""
     return {
         "scored": _repeated("scored", tuple(row is not None for row in rows)),
@@ -184,11 +184,11 @@ def _repeated(name: str, values: tuple[object, ...]) -> pa.Array:
     return pa.array(values, SCHEMA.field(name).type)
 
 
-def _record_batch(columns: Mapping[str, object], schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(columns: Mapping[str, pa.Array | Sequence[object]], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([_array(field, columns[field.name]) for field in _FIELDS], schema=schema)
 
 
-def _array(field: pa.Field, values: Any) -> pa.Array:
+def _array(field: pa.Field, values: pa.Array | Sequence[object]) -> pa.Array:
     if isinstance(values, pa.Array):
         return values
     if values[0] in _NOTHING and values.count(values[0]) == len(values):
@@ -252,15 +252,14 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
     )
 
 
-def _list_array(
-    lengths: Sequence[int], arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]
-) -> pa.ListArray:
+def _list_array(lengths: Sequence[int], arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
     assert [*map(len, arrays)] == lengths, "all arrays of a segment have its length"
     return pa.ListArray.from_arrays(_offsets(lengths), pa.array(np.concatenate(arrays).astype(dtype, copy=False)))
 
 
 def _token_rewards_array(rewards: Sequence[NDArray[np.float32] | None]) -> pa.Array:
-    return pa.array(rewards, _REWARDS) if any(each is not None for each in rewards) else pa.nulls(len(rewards), _REWARDS)
+    found = any(each is not None for each in rewards)
+    return pa.array(rewards, _REWARDS) if found else pa.nulls(len(rewards), _REWARDS)
 
 
 def _offsets(lengths: Iterable[int]) -> pa.Array:

@@ -6,7 +6,7 @@ to be done: blocks have 32 tokens or more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.rollout.vllm.shared_prompts import plain_block_tokens
 
@@ -28,11 +28,11 @@ def skip_open_blocks(manager: KVCacheManager, block_tokens: int) -> None:
     (layers,) = manager.coordinator.single_type_managers
     blocks_of = layers.req_to_blocks
 
-    def allocate_slots(request: Request, num_new_tokens: int, **others: Any) -> KVCacheBlocks | None:
+    def allocate_slots(request: Request, num_new_tokens: int, **others: object) -> KVCacheBlocks | None:
         if num_new_tokens == 1 and others == {"num_lookahead_tokens": 0}:  # a request that is running
             end = request.num_computed_tokens + 1
             if end % block_tokens and end < block_tokens * len(blocks_of.get(request.request_id, ())):
                 return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, **others)
+        return allocate(request, num_new_tokens, **others)  # type: ignore[arg-type]
 
     manager.allocate_slots = allocate_slots  # type: ignore[method-assign]

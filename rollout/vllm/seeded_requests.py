@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,7 @@ from torch import Generator, Tensor
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
 SAMPLED_TOKENS = "tandem_sampled_tokens"
@@ -52,7 +53,8 @@ def draw_seeds_together(worker: WorkerBase) -> None:
     """Changes the sampling of the worker's model runner, which must be on a CPU."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    sampler: Any = worker.model_runner.sampler.topk_topp_sampler
+    runner = cast("GPUModelRunner", worker.model_runner)
+    sampler = runner.sampler.topk_topp_sampler
     assert sampler.logprobs_mode == "processed_logprobs" and not sampler.use_fp64_gumbel, "as the engine was started"
     seeds = TokenSeeds()
 
@@ -66,7 +68,7 @@ def draw_seeds_together(worker: WorkerBase) -> None:
         sampled_B = torch.ops._C.fused_gumbel_argmax(left_BV.to(torch.float32), seeds_B)
         return sampled_B, left_BV.log_softmax(-1, dtype=torch.float32)
 
-    sampler.forward = forward
+    sampler.forward = forward  # type: ignore[method-assign]
 
 
 class TokenSeeds:
