@@ -191,7 +191,7 @@ def _record_batch(columns: Mapping[str, pa.Array | Sequence[object]], schema: pa
 def _array(field: pa.Field, values: pa.Array | Sequence[object]) -> pa.Array:
     if isinstance(values, pa.Array):
         return values
-    if values[0] in _NOTHING and values.count(values[0]) == len(values):
+    if values and values[0] in _NOTHING and values.count(values[0]) == len(values):
         return _repeated(field.name, tuple(values))
     return pa.array(values, field.type)
 

@@ -5,7 +5,8 @@ ends with tokens that an earlier one sampled has to go on where that one stopped
 noise of its first tokens would be used twice. V2 derives the noise from the seed and the token's position, so nothing
 is to be done there.
 
-On CPUs vLLM draws one number for each token of each request. Here several are drawn at once, which are the same.
+On CPUs vLLM draws one number for each token of each request. Here several are drawn at once, which are the same
+(benchmarks/step_cpu.py).
 """
 
 from __future__ import annotations

@@ -167,6 +167,21 @@ def test_a_group_of_schema_version_1_has_no_sampling_mask_and_gets_scores() -> N
     assert plain(again) == plain(dataclasses.replace(group, rows=(scored,)))
 
 
+def test_a_prompt_of_schema_version_1_has_no_rows() -> None:
+    batch = codec.group_to_batch(example_group()).drop_columns(["sampling_mask"])
+    batch = batch.replace_schema_metadata({**batch.schema.metadata, codec.VERSION_KEY: b"1"})
+    assert plain(codec.decode_group(codec.batch_to_payload(batch))) == plain(example_group())
+
+
+def test_rewards_of_zero_keep_their_sign() -> None:
+    segment = Segment(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.uint8), ())
+    for zero in (0.0, -0.0, 0.0):
+        row = Trajectory(0, "policy", (segment,), "stop", "", SamplingParameters(), earned_reward=zero)
+        group = dataclasses.replace(example_group(), rows=(ScoredTrajectory(row, zero),))
+        (found,) = codec.decode_group(codec.encode_group(group)).scored_rows
+        assert (str(found.reward), str(found.trajectory.earned_reward)) == (str(zero), str(zero))
+
+
 @pytest.mark.parametrize("payload", [b"", b"nonsense", codec.encode_group(example_group())[:-40]])
 def test_bytes_that_are_not_a_group_are_a_data_error(payload: bytes) -> None:
     with pytest.raises(DataError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.engine import SamplerArguments
 from tandem.rollout.vllm.fused_norms import (
     PROVIDER,
     can_add_and_norm,
@@ -17,6 +20,8 @@ from tandem.rollout.vllm.fused_norms import (
     register_fused_norms,
     rms_norm,
 )
+from tandem.rollout.vllm.launch import engine_arguments
+from tandem.services.data.tiny_model import build_tiny_model
 
 EPSILON = 1e-6
 
@@ -45,6 +50,14 @@ def test_the_kernels_compute_what_torch_computes(native: Any, shape: tuple[int, 
     expected = native("fused_add_rms_norm")(x, residual, weight, EPSILON)
     found = fused_add_rms_norm(x.clone(), residual.clone(), weight, EPSILON)
     torch.testing.assert_close(found, expected, **close)
+
+
+def test_the_engine_is_told_to_prefer_the_kernels(tmp_path: Path) -> None:
+    arguments = SamplerArguments(
+        RolloutConfig(), str(build_tiny_model(tmp_path / "model")), "float32", max_model_tokens=64, seed=0
+    )
+    priority = engine_arguments(arguments).create_engine_config().kernel_config.ir_op_priority
+    assert (priority.rms_norm, priority.fused_add_rms_norm) == ([PROVIDER, "native"], [PROVIDER, "native"])
 
 
 def test_what_the_kernels_do_not_take_stays_with_torch() -> None:
