@@ -61,8 +61,9 @@ def main() -> int:
                 rounds.append(dict(zip(SIDES, _measured(first, second), strict=True)))
             print(f"round {number + 1}, milliseconds a step: {json.dumps(rounds[-1])}", flush=True)
     ratios = [sum(one["second"].values()) / sum(one["first"].values()) for one in rounds]
+    other = "" if arguments.checkout == ROOT else " --checkout FOLDER"
     record = {
-        "command": f"python benchmarks/step_cpu.py --rounds {arguments.rounds}",
+        "command": f"python benchmarks/step_cpu.py{other} --rounds {arguments.rounds}",
         "second": {"commit": commit_of(arguments.checkout), "overrides": arguments.override},
         "cores": os.cpu_count(),
         "milliseconds_a_step": {side: _medians([one[side] for one in rounds]) for side in SIDES},
