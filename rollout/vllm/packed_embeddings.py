@@ -6,6 +6,7 @@ head besides, so the packed embedding, as large as the vocabulary times the hidd
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,11 +20,14 @@ Pack = Callable[["UnquantizedEmbeddingMethod", nn.Module], None]
 
 
 def pack_embeddings_when_used() -> None:
-    """Changes vLLM in this process and its forks."""
+    """Changes vLLM in this process and its forks. May be called twice."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
     pack = UnquantizedEmbeddingMethod.process_weights_after_loading
+    if hasattr(pack, "__wrapped__"):
+        return
 
+    @functools.wraps(pack)
     def process(self: UnquantizedEmbeddingMethod, layer: nn.Module) -> None:
         is_packed = hasattr(layer, "cpu_linear") and not _waits(layer)
         if is_packed or isinstance(layer, ParallelLMHead) or layer.weight.device.type != "cpu":
