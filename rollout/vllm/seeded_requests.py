@@ -52,6 +52,8 @@ def continue_random_numbers(worker: WorkerBase) -> None:
 
 def draw_seeds_together(worker: WorkerBase) -> None:
     """Changes the sampling of the worker's model runner, which must be on a CPU."""
+    if worker.use_v2_model_runner:  # type: ignore[attr-defined]
+        return
     from vllm.v1.sample.ops import topk_topp_sampler
 
     runner = cast("GPUModelRunner", worker.model_runner)

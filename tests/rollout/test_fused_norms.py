@@ -40,7 +40,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 32), (256, 128), (7, 4, 96), (3, 4096)], ids=str)
 def test_the_kernels_compute_what_torch_computes(native: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype) * 3, drawn(shape[-1], dtype=dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tandem.rollout.vllm.seeded_requests import TokenSeeds, advance, draw_seeds_together
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase
 
 ROWS, VOCABULARY, STEPS = 5, 32, 40
 
@@ -46,8 +49,8 @@ def test_sampling_is_vllms_own_with_and_without_generators() -> None:
     current_platform.import_kernels()
     ours: Any = TopKTopPSampler("processed_logprobs")
     vllms: Any = TopKTopPSampler("processed_logprobs")
-    sampler = SimpleNamespace(topk_topp_sampler=ours)
-    draw_seeds_together(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))  # type: ignore[arg-type]
+    runner = SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=ours))
+    draw_seeds_together(cast("WorkerBase", SimpleNamespace(model_runner=runner, use_v2_model_runner=False)))
     mine, theirs = generators(0, 2, 3), generators(0, 2, 3)
     assert ours.forward != vllms.forward
     for step in range(STEPS):
