@@ -146,7 +146,7 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "ids": _list_array(lengths, [s.ids for s in segments], np.int32),
         "behavior_logprobs": _list_array(lengths, [s.behavior_logprobs for s in segments], np.float32),
         "loss_mask": _list_array(lengths, [s.loss_mask for s in segments], np.uint8),
-        "spans": _repeated("spans", tuple(tuple(map(_span_values, s.spans)) for s in segments)),
+        "spans": [[*map(_span_values, s.spans)] for s in segments],
         "sampling": _repeated("sampling", tuple(_sampling_text(t.sampling) for t, _, _, _ in rows)),
         "finish_reason": _repeated("finish_reason", tuple(t.finish_reason for t, _, _, _ in rows)),
         "text": ["" if number else t.text for t, _, number, _ in rows],
