@@ -141,8 +141,9 @@ def _make_data(task: DemoTask, recipe: Recipe, seed: int) -> None:
 
 def _make_and_warm_up(task: DemoTask, recipe: Recipe, settings: list[str], seed: int) -> int:
     """Returns 0, or 2 after a user's error, which the child has printed. Raises TandemError if the child fails."""
-    base = str(recipe.folder / BASE_MODEL)
-    command = [sys.executable, "-m", MODEL_MAKER, base, str(seed), task.name, *settings]
+    base = recipe.folder / BASE_MODEL
+    changes = [*settings, f"model.path={_quoted(base)}"]
+    command = [sys.executable, "-m", MODEL_MAKER, str(base), str(seed), task.name, *changes]
     try:
         environment = {**CPU_ENVIRONMENT, **os.environ}
         done = subprocess.run(

@@ -3,12 +3,12 @@ supervisor's memory for the whole run.
 
     python -m tandem.services.commands.demo_model FOLDER SEED [TASK [KEY=VALUE ...]]
 
-With overrides of the task's recipe, the model in FOLDER is then fine-tuned as the section [sft] says.
+With overrides of the task's recipe, of which `model.path` names FOLDER, the model is then fine-tuned as the section
+[sft] says.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -24,10 +24,7 @@ def main(folder: str, seed: str, name: str = ARITHMETIC.name, *overrides: str) -
     """Returns the exit code."""
     task = TASKS[name]
     make_model(Path(folder), int(seed), task)
-    if not overrides:
-        return 0
-    path = json.dumps(folder, ensure_ascii=False)
-    return fine_tune(load_recipe(task.recipe, [*overrides, f"model.path={path}"]))
+    return fine_tune(load_recipe(task.recipe, overrides)) if overrides else 0
 
 
 def make_model(folder: Path, seed: int, task: DemoTask = ARITHMETIC) -> None:

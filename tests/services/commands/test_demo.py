@@ -51,9 +51,9 @@ class Stage:
     def child(self, command: list[str], **_options: Any) -> subprocess.CompletedProcess[bytes]:
         self.commands.append(command)
         if self.exit_code == 0:
-            _base, _seed, task, *overrides = command[command.index(demo.MODEL_MAKER) + 1 :]
+            base, _seed, task, *overrides = command[command.index(demo.MODEL_MAKER) + 1 :]
             recipe = load_recipe(demo.TASKS[task].recipe, overrides)
-            assert held(recipe.folder)
+            assert held(recipe.folder) and recipe.model.path == base
             Path(recipe.sft.output).mkdir()
             Path(recipe.sft.output, "model.safetensors").write_text(f"of demo {len(self.commands)}")
         return subprocess.CompletedProcess(command, self.exit_code)
