@@ -133,7 +133,7 @@ def _learner(settings: dict[str, Any], model: Path) -> Callable[[TrainBatch, dic
 
     config = TrainerConfig(learning_rate=3e-4, tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH, **settings)
     learner = Learner(config, model_path=str(model), total_batches=1000, seed=0, max_response_tokens=8)
-    return learner.train
+    return lambda batch, groups: learner.train(learner.prepare(batch, groups))
 
 
 def _plain(settings: dict[str, Any], model: Path) -> Callable[[TrainBatch, dict[str, TrajectoryGroup]], object]:

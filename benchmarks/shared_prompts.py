@@ -159,8 +159,8 @@ def _measure(learner: Learner, model: Path, workload: str, rounds: int, settings
     plain = load_model(model, settings["dtype"]).to(learner.device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     runs: dict[str, Callable[[], object]] = {
-        "padded": lambda: learner.train(padded, groups),
-        "shared": lambda: learner.train(shared, groups),
+        "padded": lambda: learner.train(learner.prepare(padded, groups)),
+        "shared": lambda: learner.train(learner.prepare(shared, groups)),
         "plain": lambda: _plain_step(plain, optimizer, micro_batches),
     }
     seconds: list[dict[str, float]] = []
@@ -221,7 +221,7 @@ def _peak_bytes(model: str, workload: str, packing: Packing, settings: dict[str,
     learner = _learner(Path(model), settings)
     groups = _groups(workload)
     for version in (1, 2):
-        learner.train(_plan(groups, version, packing), groups)
+        learner.train(learner.prepare(_plan(groups, version, packing), groups))
     if learner.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -5,8 +5,8 @@
 The workloads are those of benchmarks/against_trl.py. Each is trained once with `tandem run`, and its metrics say how
 long a batch took in all, how long the trainer waited for it and for samplers that had not acknowledged a version, and
 how long the learner had it. Then a process trains the recorded batches again with the same learner, alone, and times
-forward, backward and step in it. A batch is what is left of its time without the waiting. The first batches and the
-last S + 1 do not count, and figures are medians. The exit code is 1 if a share is above `LIMIT`.
+forward with its loss, backward and step in it. A batch is what is left of its time without the waiting. The first
+batches and the last S + 1 do not count, and figures are medians. The exit code is 1 if a share is above `LIMIT`.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def _trained(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _learner_share(recipe: Recipe, versions: range) -> float:
-    """Share of the learner's time in which the engine runs forward, backward or a step; recorded batches, alone."""
+    """Share of the learner's time in forward, loss, backward and step; recorded batches, alone."""
     from tandem.services.trainer.service import make_learner
     from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine
+    from tandem.trainer.objective import BatchObjective
 
     spent = [0.0]
 
@@ -108,15 +109,19 @@ def _learner_share(recipe: Recipe, versions: range) -> float:
 
         return call
 
-    for name in ("__call__", "backward", "step"):
-        setattr(DeepSpeedEngine, name, timed(getattr(DeepSpeedEngine, name)))
+    for owner, name in (
+        *((DeepSpeedEngine, name) for name in ("__call__", "backward", "step")),
+        (BatchObjective, "policy_loss"),
+    ):
+        setattr(owner, name, timed(getattr(owner, name)))
     learner, _ = make_learner(recipe)
     shares = []
     for version in versions:
         batch, payloads = read_record(recipe.folder, version)
         groups = {group_id: decode_group(payload) for group_id, payload in payloads.items()}
+        prepared = learner.prepare(batch, groups)
         spent[0], began = 0.0, time.perf_counter()
-        learner.train(batch, groups)
+        learner.train(prepared)
         shares.append(spent[0] / (time.perf_counter() - began))
     return statistics.median(shares[WARM_UP:])
 

@@ -24,8 +24,8 @@ from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
-from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
-from tandem.trainer.batch.planning import packing_metrics
+from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
@@ -110,23 +110,26 @@ class Learner(Rank):
             return ReferencePolicy(self._engine, self._adapters.disabled)
         return ReferencePolicy.frozen_copy(self._backend, self._config, self._source)
 
-    def train(
-        self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], before_step: Callable[[], None] = lambda: None
-    ) -> StepResult:
-        """Takes the batch's optimizer steps.
+    def prepare(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> PreparedBatch:
+        """The batch in the form that `train` takes. Another thread may call it while a batch is trained."""
+        return PreparedBatch.of(batch, groups, rank=self.rank, device=self.device)
 
-        `groups` holds all groups of the batch on rank 0, and on other ranks at least those whose rows they train.
-        `before_step` is called before each optimizer step and prevents the step if it raises.
+    def train(self, prepared: PreparedBatch, before_step: Callable[[], None] = lambda: None) -> StepResult:
+        """Takes the batch's optimizer steps. `before_step` is called before each of them and prevents the step if it
+        raises.
 
         Raises on every rank, before any weight changes:
             DataError: some rank's rows cannot be trained, or their rewards cannot be used.
             ModelError: the plan concatenates rows or shares prompts, and a model mixes such rows.
         """
-        steps = self._micro_batches(batch, groups)
+        batch, layout, steps = prepared.batch, prepared.layout, prepared.steps
+        self._packing.use(batch.packing)  # that of a recorded batch may be another machine's
+        if not self.all_agree(prepared.failure is None):
+            other = f"batch {batch.policy_version}: the rows of another rank cannot be trained"
+            raise prepared.failure or DataError(other)
         rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
         warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
-        layout = BatchLayout.of(batch, rank=self.rank)
         start = compute_columns(
             layout,
             steps,
@@ -142,7 +145,7 @@ class Learner(Rank):
             batch.headers,
             start,
             self._config,
-            components=self._components(groups),
+            components=self._components(prepared.groups),
             reward_kl_coefficient=self._coefficients.reward,
             max_response_tokens=self._max_response_tokens,
             seed=self._batch_seed(batch),
@@ -158,7 +161,7 @@ class Learner(Rank):
             "grad_norm": _mean(norms),
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),
-            **packing_metrics(batch),
+            **prepared.packing,
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
@@ -170,17 +173,6 @@ class Learner(Rank):
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         advantages = _mean_advantages(layout, targets.advantages_N)
         return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
-
-    def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        self._packing.use(batch.packing)  # that of a recorded batch may be another machine's
-        steps, failure = [], None
-        try:
-            steps = rank_micro_batches(batch, groups, rank=self.rank, device=self.device)
-        except DataError as error:
-            failure = error
-        if not self.all_agree(failure is None):
-            raise failure or DataError(f"batch {batch.policy_version}: the rows of another rank cannot be trained")
-        return steps
 
     def _objective(
         self, batch: TrainBatch, layout: BatchLayout, start: BatchColumns, targets: Targets, num_steps: int

@@ -139,7 +139,7 @@ def _measure(config: TrainerConfig, model: Path, shape: dict[str, Any], answers:
 
         synchronize()
         began = time.perf_counter()
-        norm = float(learner.train(batch, by_id, before_step).metrics["grad_norm"])
+        norm = float(learner.train(learner.prepare(batch, by_id), before_step).metrics["grad_norm"])
         synchronize()
         times.append((ends[0] - began, time.perf_counter() - ends[0]))
     _print_profile(learner, shape, config)
@@ -173,7 +173,7 @@ def _print_profile(learner: Learner, shape: dict[str, Any], config: TrainerConfi
     batch, by_id = _batch(groups, 9, config.tokens_per_micro_batch, learner.packings[0])
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        learner.train(batch, by_id)
+        learner.train(learner.prepare(batch, by_id))
         synchronize()
     print(f"{config.backend}, checkpointing {config.gradient_checkpointing}, one micro-batch of {rows} rows:")
     kernels = [one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
@@ -252,7 +252,9 @@ def _train_small(backend: str, file: Path) -> None:
     for version in range(1, CHECKED_VERSIONS + 1):
         answers = [16 + 4 * number for number in range(16)]
         groups = random_groups(answers, num_samples=8, prompt_length=24, vocabulary=1024, seed=version)
-        norms.append(learner.train(*_batch(groups, version, 512, learner.packings[0])).metrics["grad_norm"])
+        norms.append(
+            learner.train(learner.prepare(*_batch(groups, version, 512, learner.packings[0]))).metrics["grad_norm"]
+        )
     torch.save(_weights(learner), file)
     file.with_suffix(".json").write_text(json.dumps(norms))
 

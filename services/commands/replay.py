@@ -159,7 +159,8 @@ class Replay:
         batch, payloads = read_record(self._folder, version)
         check_world_size(batch, self._learner.world_size)
         own = groups_of_rank(batch, self._learner.rank)
-        self._learner.train(batch, {group_id: decode_group(payloads[group_id]) for group_id in own})
+        groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
+        self._learner.train(self._learner.prepare(batch, groups))
         return self._sender.digest()
 
     def _compare_export(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""The next batch on rank 0: a thread claims, reads and records it while the batch before it is trained."""
+"""The next batch on rank 0: a thread claims, reads, records and prepares it while the batch before it is trained."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.process import in_thread
 from tandem.services.trainer.batch_source import BatchSource
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import write_record
 
 _POLL_SECONDS = 1.0
@@ -23,9 +24,8 @@ _CLOSE_SECONDS = 30.0
 class RecordedBatch:
     """A batch on disk whose groups are still claimed in the ledger."""
 
-    batch: TrainBatch
+    prepared: PreparedBatch
     as_json: Mapping[str, object]
-    groups: Mapping[str, TrajectoryGroup]
     rejections: Mapping[str, float]
     """Figures of the groups that selection rejected while the batch was filled."""
 
@@ -38,8 +38,16 @@ class Prefetch:
     published.
     """
 
-    def __init__(self, source: BatchSource, buffer: Buffer, recipe: Recipe, incarnation: int) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        buffer: Buffer,
+        recipe: Recipe,
+        incarnation: int,
+        prepare: Callable[[TrainBatch, Mapping[str, TrajectoryGroup]], PreparedBatch],
+    ) -> None:
         self._source = source
+        self._prepare = prepare
         self._buffer = buffer
         self._recipe = recipe
         self._incarnation = incarnation
@@ -95,4 +103,4 @@ class Prefetch:
         if self._closed.is_set():
             return None
         as_json = write_record(self._recipe.folder, batch, payloads)
-        return RecordedBatch(batch, as_json, groups, self._source.take_rejections())
+        return RecordedBatch(self._prepare(batch, groups), as_json, self._source.take_rejections())

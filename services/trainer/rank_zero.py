@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import psutil
 
-from tandem.protos.types import Packing, StepResult, TrainBatch, TrajectoryGroup, WeightManifest
+from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.config import Recipe
@@ -47,6 +47,7 @@ from tandem.services.trainer.takeover import Takeover
 from tandem.trainer.batch.record import prune_records, write_advantages
 from tandem.trainer.batch.rejected import prune_rejected
 from tandem.trainer.checkpoints.state import list_checkpoints
+from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,7 @@ class RankZero:
         recipe: Recipe,
         buffer: Buffer,
         takeover: Takeover,
-        world_size: int,
-        packings: Sequence[Packing],
+        learner: Learner,
         stop: threading.Event,
     ) -> None:
         self._recipe = recipe
@@ -129,8 +129,8 @@ class RankZero:
             samplers, scorers = self._service_figures()
             self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
             self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
-            self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packings)
-            self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation)
+            self._source = BatchSource(buffer, recipe, self.incarnation, learner.world_size, stop, learner.packings)
+            self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation, learner.prepare)
             self._judge_evaluations()  # of a run that goes on
             self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
             stack.enter_context(Watchdog(buffer, recipe))
@@ -246,9 +246,11 @@ class RankZero:
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
         """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
-        another trainer took over.
+        another trainer took over meanwhile.
         """
         self._end_step()
+        if self._evaluation.running is None:
+            return "over"
         self._buffer.check_incarnation(self.incarnation)
         with self._doing("waits for the evaluation of the published version"):
             if self._evaluation.over(_RANKS_WAIT_SECONDS):

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
+from tandem.protos.types import StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.store_source import redis_store
@@ -35,6 +35,7 @@ from tandem.services.trainer.prefetch import RecordedBatch
 from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.checkpoints.state import checkpoint_folder
 from tandem.trainer.learner import Learner
@@ -77,9 +78,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
             resume_point = load(learner, takeover.fence() if takeover else None, loaded=resume_point.checkpoint)
         rank_zero = None
         if takeover:
-            rank_zero = stack.enter_context(
-                closing(RankZero(recipe, buffer, takeover, learner.world_size, learner.packings, stop))
-            )
+            rank_zero = stack.enter_context(closing(RankZero(recipe, buffer, takeover, learner, stop)))
         finished = Trainer(recipe, buffer, learner, sender, rank_zero, resume_point).run()
         if finished and rank_zero:
             rank_zero.close()  # the other services may end only now
@@ -164,7 +163,7 @@ class Trainer:
             batch, payloads = read_record(self.recipe.folder, version)
             own = groups_of_rank(batch, self.learner.rank)
             groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
-            result = self.learn(batch, groups)
+            result = self.learn(self.learner.prepare(batch, groups))
             digest = self.sender.digest()
             trained = TrainedBatch(batch, groups, result, self.clock.lap(), time.time())
             if self.rank_zero:
@@ -177,17 +176,18 @@ class Trainer:
             order: Order = self.learner.broadcast_object(own)
         if order["do"] != "train":
             return order["do"], None, None
-        return "train", recorded.batch if recorded else batch_from_json(order["batch"]), recorded
+        return "train", recorded.prepared.batch if recorded else batch_from_json(order["batch"]), recorded
 
     def train(self, batch: TrainBatch, recorded: RecordedBatch | None) -> None:
         """Trains a batch, and publishes its version beside the training of the next one. `recorded` is of rank 0."""
         with self.clock.phase("read"):
-            groups = read_groups(self.buffer, batch, self.learner, recorded.groups if recorded else None)
+            groups = read_groups(self.buffer, batch, self.learner, recorded.prepared.groups if recorded else None)
+            prepared = recorded.prepared if recorded else self.learner.prepare(batch, groups)
         with self.clock.phase("record"):
             if self.rank_zero:
                 self.rank_zero.record(batch)
         began = time.time_ns()
-        result = self.learn(batch, groups)
+        result = self.learn(prepared)
         ended = time.time_ns()
         self.wait_until_published()
         self.wait_for_evaluation()
@@ -197,12 +197,12 @@ class Trainer:
             trained = TrainedBatch(batch, groups, result, seconds, now, recorded.rejections, (began, ended))
         self.publish(changed=result.changed, trained=trained)
 
-    def learn(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> StepResult:
+    def learn(self, prepared: PreparedBatch) -> StepResult:
         """Takes the optimizer steps of a recorded batch. Raises TrainingError if each of the last batches skipped a
         step of the policy or of the critic.
         """
-        result = self.learner.train(batch, groups, before_step=self.check_incarnation)
-        self.version = batch.policy_version
+        result = self.learner.train(prepared, before_step=self.check_incarnation)
+        self.version = prepared.batch.policy_version
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:

@@ -104,7 +104,7 @@ def train_version(learner: Learner, version: int) -> dict[str, float]:
         optimizer_steps=CONFIG.optimizer_steps_per_batch,
     )
     own = {row.group_id for row in batch.plan if row.rank == learner.rank}
-    return dict(learner.train(batch, {group_id: by_id[group_id] for group_id in own}).metrics)
+    return dict(learner.train(learner.prepare(batch, {group_id: by_id[group_id] for group_id in own})).metrics)
 
 
 def train_whole_batch(
@@ -130,7 +130,7 @@ def train_whole_batch(
         own = {row.group_id for row in batch.plan if learner.rank in (0, row.rank)}
         trains_all = learner.rank == 0 or version == 1 or config.packing == "flat" or case.broken
         assert trains_all or len(own) < len(by_id), "a rank hears of groups it does not train"
-        metrics = dict(learner.train(batch, {group_id: by_id[group_id] for group_id in own}).metrics)
+        metrics = dict(learner.train(learner.prepare(batch, {group_id: by_id[group_id] for group_id in own})).metrics)
     weights = _policy_and_critic(learner)
     if learner.world_size == 1:  # several ranks leave their process group together at the end
         learner.close()
@@ -170,7 +170,7 @@ def bad_rows_error(learner: Learner) -> str:
     if learner.rank == learner.world_size - 1:
         by_id = {group_id: untrainable(group) for group_id, group in by_id.items()}
     try:
-        learner.train(batch, by_id)
+        learner.train(learner.prepare(batch, by_id))
     except DataError as error:
         return str(error)
     return "trained"

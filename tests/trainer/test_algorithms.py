@@ -103,7 +103,7 @@ def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
             batch, by_id = make_batch(
                 groups_of(version, policy), policy_version=version, tokens_per_micro_batch=budget, optimizer_steps=2
             )
-            metrics = dict(learner.train(arrange(batch), by_id).metrics)
+            metrics = dict(learner.train(learner.prepare(arrange(batch), by_id)).metrics)
         weights = all_weights(learner)
         open_learners.pop().close()
         return weights, metrics
@@ -230,7 +230,7 @@ def test_critic_and_kl_coefficients_resume_bit_for_bit(
                 batch, by_id = make_batch(
                     groups_of(version, policy), policy_version=version, tokens_per_micro_batch=2000, optimizer_steps=2
                 )
-                metrics = learner.train(batch, by_id).metrics
+                metrics = learner.train(learner.prepare(batch, by_id)).metrics
                 if version == 2:
                     learner.save(tmp_path / "000002", 2, 1)
             critic = weights_of(learner._critic.engine)
@@ -258,7 +258,7 @@ def test_adapters_are_exported_under_the_base_models_names(
     try:
         start = all_weights(learner)
         batch, by_id = make_batch(groups_of(1, policy), policy_version=1)
-        metrics = learner.train(batch, by_id).metrics
+        metrics = learner.train(learner.prepare(batch, by_id)).metrics
         assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6), "the base weights are the reference"
         trained = all_weights(learner)
         learner.export(tmp_path / "hf")

@@ -52,7 +52,9 @@ def test_a_second_epoch_is_like_a_second_step_with_equal_rows(name: str, make_le
         for version in (1, 2):
             groups = groups_of(version)
             groups = groups if epochs == 2 else [*groups, *again(groups)]
-            result = learner.train(*make_batch(groups, policy_version=version, optimizer_steps=3 - epochs))
+            result = learner.train(
+                learner.prepare(*make_batch(groups, policy_version=version, optimizer_steps=3 - epochs))
+            )
         return all_weights(learner), result
 
     (twice, of_epochs), (halves, of_steps) = train(epochs=2), train(epochs=1)
@@ -82,8 +84,8 @@ def test_every_epoch_can_be_prevented_and_skips_are_counted(make_learner: MakeLe
     learner = make_learner(epochs_per_batch=3, optimizer_steps_per_batch=2, advantage="dr_grpo")
     batch, by_id = make_batch(groups_of(1), optimizer_steps=2)
     calls: list[int] = []
-    learner.train(batch, by_id, lambda: calls.append(1))
+    learner.train(learner.prepare(batch, by_id), lambda: calls.append(1))
     assert len(calls) == learner.optimizer_step == 6
     rewards = [1e200, 0.0, 1.0, 0.0]  # overflows float32
-    result = learner.train(*make_batch([make_group(0, rewards=rewards)], policy_version=2))
+    result = learner.train(learner.prepare(*make_batch([make_group(0, rewards=rewards)], policy_version=2)))
     assert not result.changed and result.metrics["skipped_steps"] == 3

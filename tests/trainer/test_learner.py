@@ -6,6 +6,7 @@ import errno
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def train(
         policy_version=version,
         **{"tokens_per_micro_batch": 1000, **options},
     )
-    return dict(learner.train(batch, by_id).metrics)
+    return dict(learner.train(learner.prepare(batch, by_id)).metrics)
 
 
 def test_every_backend_and_stage_trains_in_bfloat16_like_stage_3(make_learner: MakeLearner) -> None:
@@ -90,7 +91,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
     train(learner, 1)
     before = all_weights(learner)
     batch, by_id = make_batch([make_group(0, rewards=[1e200, 0.0, 1.0, 0.0])], policy_version=2)  # overflows float32
-    result = learner.train(batch, by_id)
+    result = learner.train(learner.prepare(batch, by_id))
     assert not result.changed and result.optimizer_step == 1
     assert result.metrics["skipped_steps"] == 1
     assert all(math.isfinite(value) for value in result.metrics.values())
@@ -98,6 +99,22 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
     train(learner, 3)
     after = all_weights(learner)
     assert not equal(after, before) and all(bool(tensor.isfinite().all()) for tensor in after.values())
+
+
+def test_a_batch_prepared_by_another_thread_while_the_one_before_it_is_trained_gives_the_same_bits(
+    make_learner: MakeLearner,
+) -> None:
+    ends = []
+    for ahead in (False, True):
+        learner = make_learner()
+        before, after = (make_batch([make_group(0, seed=version)], policy_version=version) for version in (1, 2))
+        with ThreadPoolExecutor(1) as other:
+            first = learner.prepare(*before)
+            second = other.submit(learner.prepare, *after) if ahead else None
+            learner.train(first)
+            learner.train(second.result() if second else learner.prepare(*after))
+        ends.append(all_weights(learner))
+    assert equal(*ends)
 
 
 def without_first_prompt_token(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -118,9 +135,9 @@ def test_batches_that_cannot_be_trained_are_refused(make_learner: MakeLearner) -
         ({"0-0": make_group(0, seed=5)}, "differ in length"),
     ):
         with pytest.raises(DataError, match=refusal):
-            learner.train(batch, groups)
+            learner.train(learner.prepare(batch, groups))
     with pytest.raises(DataError, match="a reward is not finite"):
-        learner.train(*make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])]))
+        learner.train(learner.prepare(*make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])])))
     assert equal(all_weights(learner), start)
 
 
@@ -267,7 +284,7 @@ def test_the_reference_loop_reproduces_the_learners_weights(
             packing="shared" if config.packing == "shared" else "padded",
         )
         write_record(tmp_path, batch, make_payloads(groups))
-        assert learner.train(batch, by_id).changed
+        assert learner.train(learner.prepare(batch, by_id)).changed
     trained = all_weights(learner)
     learner.close()
 

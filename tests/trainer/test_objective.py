@@ -192,12 +192,12 @@ def test_a_nan_reference_log_prob_skips_the_step(
     batch, by_id = make_batch([make_group(0), make_group(1)])
     with monkeypatch.context() as patch:
         patch.setattr(learner_module, "compute_columns", look_badly)
-        result = learner.train(batch, by_id)
+        result = learner.train(learner.prepare(batch, by_id))
     assert result.metrics["skipped_steps"] == 1 and not result.changed
     after = all_weights(learner)
     assert all(torch.equal(after[name], before[name]) for name in before)
     batch, by_id = make_batch([make_group(0), make_group(1)], policy_version=2)
-    assert learner.train(batch, by_id).changed, "the next batch is trained"
+    assert learner.train(learner.prepare(batch, by_id)).changed, "the next batch is trained"
 
 
 # ---- operations over the whole batch ----

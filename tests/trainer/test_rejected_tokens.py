@@ -203,7 +203,9 @@ def test_the_learner_trains_as_if_the_broken_row_were_left_out(
     def learned(group: TrajectoryGroup, **more: Any) -> tuple[dict[str, Tensor], Mapping[str, float]]:
         learner = make_learner(learning_rate=1e-2, zero_stage=0, **settings, **more)
         steps = settings.get("optimizer_steps_per_batch", 1)
-        found = learner.train(*make_batch([group, *groups[1:]], tokens_per_micro_batch=200, optimizer_steps=steps))
+        found = learner.train(
+            learner.prepare(*make_batch([group, *groups[1:]], tokens_per_micro_batch=200, optimizer_steps=steps))
+        )
         return all_weights(learner), found.metrics
 
     row = groups[0].scored_rows[0]

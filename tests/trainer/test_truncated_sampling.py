@@ -59,13 +59,13 @@ def test_fresh_samples_have_ratios_of_1_and_no_distance_to_the_same_reference(
     group = sampled_group(model)
     settings = {"kl": {"loss": {"coefficient": 0.1}}, "entropy_coefficient": 0.01, "correction": "token_tis"}
     learner = make_learner(**settings, learning_rate=0.0)
-    metrics = learner.train(*make_batch([group])).metrics
+    metrics = learner.train(learner.prepare(*make_batch([group]))).metrics
     assert metrics["behavior_proximal_kl"] == pytest.approx(0, abs=1e-9)
     assert metrics["behavior_weight_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["behavior_weight_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["reference_kl"] == 0
     assert 0 < metrics["entropy"] < np.log(20), "over at most top-k tokens"
-    wrong = learner.train(*make_batch([without_masks(group)], policy_version=2)).metrics
+    wrong = learner.train(learner.prepare(*make_batch([without_masks(group)], policy_version=2))).metrics
     assert wrong["behavior_proximal_kl"] > 0.01, "over the whole vocabulary the ratios are below 1"
 
 
@@ -78,7 +78,7 @@ def test_the_result_does_not_depend_on_how_rows_are_packed(make_learner: MakeLea
     for packing, budget in cuts:
         learner = make_learner(**settings, packing=packing)
         batch = make_batch(groups, tokens_per_micro_batch=budget, packing=packing)
-        result = learner.train(*batch)
+        result = learner.train(learner.prepare(*batch))
         found.append([result.metrics[name] for name in ("loss", "grad_norm", "entropy", "behavior_proximal_kl")])
     for others in found[1:]:
         assert others == pytest.approx(found[0], rel=1e-4, abs=1e-6)
@@ -91,5 +91,6 @@ def test_a_sampled_token_that_its_mask_lacks_is_refused(make_learner: MakeLearne
     assert segment.sampling_mask is not None
     others = replace(segment.sampling_mask, ids=segment.sampling_mask.ids * 0)
     broken = replace(row, trajectory=replace(row.trajectory, segments=(replace(segment, sampling_mask=others),)))
+    learner = make_learner()
     with pytest.raises(DataError, match=r"top-k 5, and its sampling mask lacks a sampled token"):
-        make_learner().train(*make_batch([replace(group, rows=(broken, *group.rows[1:]))]))
+        learner.train(learner.prepare(*make_batch([replace(group, rows=(broken, *group.rows[1:]))])))

@@ -38,6 +38,7 @@ from tandem.services.trainer.recovery import (
     read_records,
     trainer_lock,
 )
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.redis_ring import SAMPLER, SCORER, losing_writes
@@ -226,12 +227,12 @@ def when_trained(
     """Does the action before the first step of a version, and crashes there if asked to."""
     original = Learner.train
 
-    def stand_in(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
-        if batch.policy_version == version:
+    def stand_in(self: Learner, prepared: PreparedBatch, *args: Any, **kwargs: Any) -> Any:
+        if prepared.batch.policy_version == version:
             action()
             if crashes:
                 raise Crash
-        return original(self, batch, *args, **kwargs)
+        return original(self, prepared, *args, **kwargs)
 
     patched.setattr(Learner, "train", stand_in)
 

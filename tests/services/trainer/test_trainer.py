@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.protos.errors import FencedError, SelectionError, TrainingError
-from tandem.protos.types import TrainBatch, TrajectoryGroup, WeightManifest
+from tandem.protos.types import TrajectoryGroup, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.buffer.starvation import Observation, diagnose
@@ -22,6 +22,7 @@ from tandem.services.run.watchdog import Watchdog
 from tandem.services.trainer import batch_source, rank_zero
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.ranks import run_local_ranks
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import recorded_versions
 from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
@@ -83,11 +84,11 @@ def test_a_version_is_exported_and_published_while_the_next_one_trains_and_befor
     events: list[tuple[str, int]] = []
     trains, publish, snapshot, export = threading.Event(), Buffer.publish, WeightSender.snapshot, Learner.export
 
-    def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
-        events.append(("trains", batch.policy_version))
-        if batch.policy_version == 3:
+    def observed_train(self: Learner, prepared: PreparedBatch, *args: Any, **kwargs: Any) -> Any:
+        events.append(("trains", prepared.batch.policy_version))
+        if prepared.batch.policy_version == 3:
             trains.set()
-        return train_batch(self, batch, *args, **kwargs)
+        return train_batch(self, prepared, *args, **kwargs)
 
     def observed_export(self: Learner, folder: Path) -> None:
         export(self, folder)
@@ -133,7 +134,7 @@ def test_a_first_export_and_a_first_checkpoint_of_minutes_are_not_taken_for_a_ha
 
         def call(self: Learner, *arguments: Any, **options: Any) -> Any:
             nonlocal now
-            now += 100.0 if name != "train" or arguments[0].policy_version == 3 else 0.0
+            now += 100.0 if name != "train" or arguments[0].batch.policy_version == 3 else 0.0
             found = diagnose(Observation(figures={"trainer": trainers[0]._figures()}))
             seen.append((name, trainers[0]._doing_now(), found.cause))
             return original(self, *arguments, **options)
@@ -167,12 +168,12 @@ def test_what_is_sent_from_the_memory_of_a_gpu_is_published_before_the_next_batc
     orders, checkpoints = Orders(buffer.connection), []
     assert orders.hold("operator", 600.0)
 
-    def observed_train(self: Learner, batch: TrainBatch, *args: Any, **kwargs: Any) -> Any:
-        found.append((batch.policy_version, buffer.published_version()))
+    def observed_train(self: Learner, prepared: PreparedBatch, *args: Any, **kwargs: Any) -> Any:
+        found.append((prepared.batch.policy_version, buffer.published_version()))
         checkpoints.append(sorted(one.name for one in (recipe.folder / "checkpoints").glob("*")))
-        if batch.policy_version == 2:
+        if prepared.batch.policy_version == 2:
             orders.order_checkpoint("operator")
-        return original(self, batch, *args, **kwargs)
+        return original(self, prepared, *args, **kwargs)
 
     monkeypatch.setattr(Learner, "train", observed_train)
     assert train(recipe, redis_url)

@@ -59,7 +59,7 @@ def learned(make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatc
         groups: Sequence[TrajectoryGroup], **settings: Any
     ) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
         learner = make_learner(learning_rate=1e-2, zero_stage=0, **settings)
-        metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
+        metrics = dict(learner.train(learner.prepare(*make_batch(groups, tokens_per_micro_batch=80))).metrics)
         return seen[-1], all_weights(learner), metrics
 
     monkeypatch.setattr(learner_module, "learning_targets", remembered)

@@ -165,7 +165,7 @@ def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Pat
         start = all_weights(learner)
         for version in (1, 2):
             batch, by_id = batch_of_two_steps(version, folder, packing, budget)
-            metrics = dict(learner.train(batch, by_id).metrics)
+            metrics = dict(learner.train(learner.prepare(batch, by_id)).metrics)
         ends.append(all_weights(learner))
         figures.append(metrics)
     for weights, metrics in zip(ends[1:], figures[1:], strict=True):
@@ -188,7 +188,7 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     ends = []
     for packing in ("flat", "auto"):  # "auto" would pad on a CPU
         learner = make_learner(packing=packing)
-        learner.train(recorded, by_id)
+        learner.train(learner.prepare(recorded, by_id))
         ends.append(all_weights(learner))
     assert learner.packings == ("padded", "shared")
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -220,7 +220,7 @@ def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     with pytest.raises(ModelError, match="does not keep rows apart"):
         make_learner(packing="flat")
     with pytest.raises(ModelError, match="does not keep rows apart"):
-        learner.train(*batch_of_two_steps(1, folder, "flat", 60))
+        learner.train(learner.prepare(*batch_of_two_steps(1, folder, "flat", 60)))
 
 
 @pytest.mark.gpu
@@ -228,7 +228,9 @@ def test_a_gpu_trains_flat_rows_with_variable_length_attention(make_learner: Mak
     losses = []
     for packing in ("padded", "auto"):
         learner = make_learner(packing=packing, dtype="bfloat16")
-        losses.append(learner.train(*batch_of_two_steps(1, folder, learner.packings[0], 2000)).metrics["loss"])
+        losses.append(
+            learner.train(learner.prepare(*batch_of_two_steps(1, folder, learner.packings[0], 2000))).metrics["loss"]
+        )
     assert learner.packings == ("flat", "shared")
     assert learner._model.config._attn_implementation in ("flash_attention_2", varlen_attention.TORCH_VARLEN)
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)

@@ -226,7 +226,7 @@ def test_shared_prompts_train_the_same_weights(make_learner: MakeLearner, model:
         start = all_weights(learner)
         for version in (1, 2):
             batch, by_id = batch_of_two_steps(version, model, packing, budget)  # type: ignore[arg-type]
-            metrics = dict(learner.train(batch, by_id).metrics)
+            metrics = dict(learner.train(learner.prepare(batch, by_id)).metrics)
         ends.append(all_weights(learner))
         figures.append(metrics)
     assert figures[0]["shared_fraction"] == 0 < figures[2]["shared_fraction"] < figures[1]["shared_fraction"]
@@ -251,7 +251,9 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     for packing in ("shared", "auto", "padded"):
         learner = make_learner(packing=packing)
         for batch in (recorded, padded):
-            learner.train(batch, {**by_id, **batch_of_two_steps(batch.policy_version, model, "padded", 60)[1]})
+            learner.train(
+                learner.prepare(batch, {**by_id, **batch_of_two_steps(batch.policy_version, model, "padded", 60)[1]})
+            )
         ends.append(all_weights(learner))
     assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
 
@@ -270,7 +272,9 @@ def test_a_gpu_trains_shared_prompts_with_variable_length_attention(make_learner
     losses = []
     for packing in ("padded", "shared"):
         learner = make_learner(packing=packing, dtype="bfloat16")
-        losses.append(learner.train(*batch_of_two_steps(1, model, learner.packings[0], 2000)).metrics["loss"])
+        losses.append(
+            learner.train(learner.prepare(*batch_of_two_steps(1, model, learner.packings[0], 2000))).metrics["loss"]
+        )
     policy = learner._model.config
     assert policy._attn_implementation == SHARED_PROMPTS
     size = policy.hidden_size // policy.num_attention_heads
