@@ -46,12 +46,12 @@ class _RowSums(Function):
         if _suits_numpy(values_N):
             # Takes a third of the time and sums pairwise, with a thirtieth of the rounding error. An empty row has no
             # start index.
-            filled_B = lengths_B > 0
-            starts = (lengths_B.cumsum(0) - lengths_B)[filled_B].numpy()
-            sums_B = values_N.new_zeros(len(lengths_B))
-            if len(starts):
-                sums_B[filled_B] = torch.from_numpy(np.add.reduceat(values_N.detach().numpy(), starts))
-            return sums_B
+            values, lengths = values_N.detach().numpy(), lengths_B.numpy()
+            filled = np.flatnonzero(lengths)
+            sums = np.zeros(len(lengths), values.dtype)
+            if len(filled):
+                sums[filled] = np.add.reduceat(values, (np.cumsum(lengths) - lengths)[filled])
+            return torch.from_numpy(sums)
         return torch.segment_reduce(values_N, "sum", lengths=lengths_B, unsafe=True, initial=0)
 
     @staticmethod

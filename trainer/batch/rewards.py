@@ -201,8 +201,13 @@ def _counts(layout: BatchLayout, scores_R: np.ndarray, config: AlgorithmConfig, 
 
 def _figures(layout: BatchLayout, advantages_N: Tensor, scores_R: np.ndarray) -> dict[str, float]:
     groups_R = layout.groups_R.numpy()
-    groups = (scores_R[groups_R == group] for group in np.unique(groups_R))
+    order_R = np.argsort(groups_R, kind="stable")
+    _, starts_G, counts_G = np.unique(groups_R[order_R], return_index=True, return_counts=True)
+    equal_G = np.zeros(0, bool)
+    if len(starts_G):
+        scores_R = scores_R[order_R]
+        equal_G = np.maximum.reduceat(scores_R, starts_G) == np.minimum.reduceat(scores_R, starts_G)
     return {
         "advantage_abs_mean": float(advantages_N.abs().mean()) if len(advantages_N) else 0.0,
-        "zero_variance_groups": sum(len(scores_G) > 1 and not np.ptp(scores_G) for scores_G in groups),
+        "zero_variance_groups": int((equal_G & (counts_G > 1)).sum()),
     }
