@@ -25,7 +25,7 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch
-from tandem.trainer.batch.prepared import PreparedBatch
+from tandem.trainer.batch.prepared import MicroBatches, PreparedBatch
 from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
@@ -122,11 +122,9 @@ class Learner(Rank):
             DataError: some rank's rows cannot be trained, or their rewards cannot be used.
             ModelError: the plan concatenates rows or shares prompts, and a model mixes such rows.
         """
-        batch, layout, steps = prepared.batch, prepared.layout, prepared.steps
+        batch, layout = prepared.batch, prepared.layout
         self._packing.use(batch.packing)  # that of a recorded batch may be another machine's
-        if not self.all_agree(prepared.failure is None):
-            other = f"batch {batch.policy_version}: the rows of another rank cannot be trained"
-            raise prepared.failure or DataError(other)
+        steps = self._micro_batches(prepared)
         rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
         warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
@@ -173,6 +171,18 @@ class Learner(Rank):
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         advantages = _mean_advantages(layout, targets.advantages_N)
         return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
+
+    def _micro_batches(self, prepared: PreparedBatch) -> MicroBatches:
+        steps: MicroBatches = ()
+        failure = None
+        try:
+            steps = prepared.take_micro_batches()
+        except DataError as error:
+            failure = error
+        if not self.all_agree(failure is None):
+            other = f"batch {prepared.batch.policy_version}: the rows of another rank cannot be trained"
+            raise failure or DataError(other)
+        return steps
 
     def _objective(
         self, batch: TrainBatch, layout: BatchLayout, start: BatchColumns, targets: Targets, num_steps: int

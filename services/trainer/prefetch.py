@@ -103,4 +103,6 @@ class Prefetch:
         if self._closed.is_set():
             return None
         as_json = write_record(self._recipe.folder, batch, payloads)
+        if self._closed.is_set():
+            return None
         return RecordedBatch(self._prepare(batch, groups), as_json, self._source.take_rejections())

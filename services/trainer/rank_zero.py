@@ -83,8 +83,8 @@ class TrainedBatch:
 class RankZero:
     """Connects the trainer to the ledger and the samplers. Only the loop's thread calls its public methods.
 
-    Two threads work beside the loop: one records the next batch (`Prefetch`), one publishes the version that was
-    trained last and writes its line (`publish`).
+    Two threads work beside the loop: one records and prepares the next batch (`Prefetch`), one publishes the version
+    that was trained last and writes its line (`publish`).
 
     The constructor takes the run over: it begins a new incarnation, which fences every earlier trainer.
     """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -115,6 +117,17 @@ def test_a_batch_prepared_by_another_thread_while_the_one_before_it_is_trained_g
             learner.train(second.result() if second else learner.prepare(*after))
         ends.append(all_weights(learner))
     assert equal(*ends)
+
+
+def test_a_prepared_batch_holds_its_micro_batches_until_they_are_trained(make_learner: MakeLearner) -> None:
+    learner = make_learner()
+    prepared = learner.prepare(*make_batch([make_group(0)]))
+    assert isinstance(prepared._steps, list)
+    held = [weakref.ref(one.ids_BT) for parts in prepared._steps for one in parts]
+    assert held and all(one() is not None for one in held)
+    learner.train(prepared)
+    gc.collect()
+    assert all(one() is None for one in held), "snapshots and exports need the memory"
 
 
 def without_first_prompt_token(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -13,32 +13,47 @@ from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import packing_metrics
 
+MicroBatches = Sequence[Sequence[MicroBatch]]
+"""The micro-batches of each optimizer step."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class PreparedBatch:
-    """A planned batch and this rank's part of it as tensors on its device."""
+    """A planned batch with this rank's part of it as tensors."""
 
     batch: TrainBatch
     groups: Mapping[str, TrajectoryGroup]
     """All groups of the batch on rank 0, and on other ranks at least those whose rows they train."""
     layout: BatchLayout
-    steps: Sequence[Sequence[MicroBatch]]
-    """The micro-batches of each optimizer step."""
     packing: Mapping[str, float]
     """Metrics of how well the batch is packed."""
-    failure: DataError | None
-    """Why this rank's rows cannot be trained. All ranks then have to refuse the batch together."""
+    rank: int
+    device: torch.device
+    _steps: MicroBatches | DataError | None = None
 
     @classmethod
     def of(
         cls, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], *, rank: int, device: torch.device
     ) -> PreparedBatch:
-        """Any thread may call it."""
-        steps: Sequence[Sequence[MicroBatch]] = ()
-        failure = None
-        try:
-            steps = rank_micro_batches(batch, groups, rank=rank, device=device)
-        except DataError as error:
-            failure = error
-        layout = BatchLayout.of(batch, rank=rank)
-        return cls(batch, groups, layout, steps, packing_metrics(batch), failure)
+        """Any thread may call it. Tensors on a GPU are left to `take_micro_batches`: a copy to it would wait for the
+        kernels of the batch that trains.
+        """
+        prepared = cls(batch, groups, BatchLayout.of(batch, rank=rank), packing_metrics(batch), rank, device)
+        if device.type == "cpu":
+            try:
+                prepared._steps = prepared._made()
+            except DataError as error:  # all ranks have to refuse the batch together
+                prepared._steps = error
+        return prepared
+
+    def take_micro_batches(self) -> MicroBatches:
+        """The micro-batches, which this object then no longer holds: their memory is for training only. Raises
+        DataError if this rank's rows cannot be trained.
+        """
+        steps, self._steps = self._steps, None
+        if isinstance(steps, DataError):
+            raise steps
+        return self._made() if steps is None else steps
+
+    def _made(self) -> MicroBatches:
+        return rank_micro_batches(self.batch, self.groups, rank=self.rank, device=self.device)

@@ -16,6 +16,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 def row_sums(values_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Σ over each row, (B,); 0 for an empty one. Differentiable."""
     assert values_N.ndim == 1 and lengths_B.ndim == 1, (values_N.shape, lengths_B.shape)
+    assert values_N.is_floating_point(), values_N.dtype
     assert int(lengths_B.sum()) == len(values_N), (int(lengths_B.sum()), values_N.shape)
     sums_B: Tensor = _RowSums.apply(values_N, lengths_B)  # type: ignore[no-untyped-call]
     return sums_B

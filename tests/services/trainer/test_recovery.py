@@ -96,6 +96,7 @@ def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth:
         (prefetch, "write_record", "before", 3),
         (prefetch, "write_record", "after", 3),
         (Buffer, "record", "after", 3),
+        (Learner, "prepare", "after", 3),
         (Learner, "train", "after", 3),
         (Buffer, "publish", "after", 4),  # the first call publishes version 0
         (RankZero, "write_line", "after", 2),
