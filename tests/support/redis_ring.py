@@ -108,6 +108,24 @@ def train(buffer: Buffer, incarnation: int, version: int, count: int) -> list[st
     return group_ids
 
 
+_SAVE = """
+local found = {}
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+    found[#found + 1] = key
+    found[#found + 1] = redis.call('DUMP', key)
+end
+return found
+"""
+_RESTORE = """
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+    redis.call('DEL', key)
+end
+for number, key in ipairs(KEYS) do
+    redis.call('RESTORE', key, 0, ARGV[number + 1])
+end
+"""
+
+
 @contextmanager
 def losing_writes(buffer: Buffer) -> Iterator[None]:
     """Redis forgets what is written to the run in the block, as one that restarts without its last writes."""
@@ -117,23 +135,14 @@ def losing_writes(buffer: Buffer) -> Iterator[None]:
 
 
 def saved_keys(buffer: Buffer) -> dict[bytes, bytes]:
-    """All keys of the run with their values."""
-    keys = list(buffer.connection.redis.scan_iter(match=buffer.connection.key("*"), count=1000))
-    with buffer.connection.redis.pipeline() as pipeline:
-        for key in keys:
-            pipeline.dump(key)
-        return {key: value for key, value in zip(keys, pipeline.execute(), strict=True) if value is not None}
+    """All keys of the run with their values, at one moment."""
+    found = buffer.connection.redis.eval(_SAVE, 0, buffer.connection.key("*"))
+    return dict(zip(found[::2], found[1::2], strict=True))
 
 
 def restore_keys(buffer: Buffer, saved: dict[bytes, bytes]) -> None:
-    """Gives the run these keys, and no others."""
-    keys = list(buffer.connection.redis.scan_iter(match=buffer.connection.key("*"), count=1000))
-    with buffer.connection.redis.pipeline() as pipeline:
-        if keys:
-            pipeline.delete(*keys)
-        for key, value in saved.items():
-            pipeline.restore(key, 0, value)
-        pipeline.execute()
+    """Gives the run these keys, and no others, at one moment."""
+    buffer.connection.redis.eval(_RESTORE, len(saved), *saved, buffer.connection.key("*"), *saved.values())
 
 
 def lose_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
