@@ -41,7 +41,7 @@ class PreparedBatch:
         prepared = cls(batch, groups, BatchLayout.of(batch, rank=rank), packing_metrics(batch), rank, device)
         if device.type == "cpu":
             try:
-                prepared._steps = prepared._made()
+                prepared._steps = prepared._build()
             except DataError as error:  # all ranks have to refuse the batch together
                 prepared._steps = error
         return prepared
@@ -53,7 +53,7 @@ class PreparedBatch:
         steps, self._steps = self._steps, None
         if isinstance(steps, DataError):
             raise steps
-        return self._made() if steps is None else steps
+        return self._build() if steps is None else steps
 
-    def _made(self) -> MicroBatches:
+    def _build(self) -> MicroBatches:
         return rank_micro_batches(self.batch, self.groups, rank=self.rank, device=self.device)
