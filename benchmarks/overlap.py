@@ -96,11 +96,11 @@ def main() -> int:
         results = {
             shape: _workload(folder, shape, arguments.batches, arguments.repeats) for shape in arguments.workloads
         }
-    record = {
-        "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
-        "cores": os.cpu_count(),
-        "workloads": results,
-    }
+    command = "python benchmarks/overlap.py " + " ".join(sys.argv[1:])
+    record: dict[str, Any] = {"cores": os.cpu_count(), "workloads": {}}
+    if arguments.output.exists():  # the workloads that were not measured now stay
+        record = json.loads(arguments.output.read_text())
+    record["workloads"] |= {shape: {"command": command, **found} for shape, found in results.items()}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     missed = list(_missed(results))
@@ -175,8 +175,9 @@ def _balance(folder: Path, shape: str) -> Workload:
         print(f"{shape:9} balance: {workload.size} {workload.varied}: load {load:.2f}", flush=True)
         if LEAST_LOAD <= load <= MOST_LOAD:
             break
-        change = round((load - WANTED_LOAD) * 3 * workload.size) or (1 if load > WANTED_LOAD else -1)
-        workload = workload.with_size(max(2, workload.size + change))
+        most = max(1, workload.size // 4)  # a single measurement may be far off
+        change = max(-most, min(most, round((load - WANTED_LOAD) * 3 * workload.size)))
+        workload = workload.with_size(max(2, workload.size + (change or (1 if load > WANTED_LOAD else -1))))
     return workload.with_size(min(tried, key=lambda size: abs(tried[size] - WANTED_LOAD)))
 
 
