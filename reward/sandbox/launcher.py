@@ -240,8 +240,8 @@ class BubblewrapEachLauncher(Launcher):
 
 
 class BareLauncher(Launcher):
-    """Starts processes without isolation. Each has limits, an empty environment, its own session, and a folder of no
-    fixed size that is removed afterwards.
+    """Starts processes without isolation. Each has limits, none of the service's environment variables, its own
+    session, and a folder of no fixed size that is removed afterwards.
     """
 
     name: IsolationName = "none"

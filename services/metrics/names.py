@@ -153,8 +153,8 @@ METRICS: tuple[Metric, ...] = (
         "rollout",
         "sampler_unscored_episodes",
         "unscored_episodes",
-        "Episodes without a score: they had called an unsafe tool and could not go on, nothing was sampled, or "
-        "`environment.policies` says so.",
+        "Episodes without a score: all attempts failed, they had called an unsafe tool and could not go on, nothing "
+        "was sampled, or `environment.policies` says so.",
     ),
     _counter(
         *("rollout", "sampler_ended_episodes", "episodes_ended:*"),
