@@ -170,7 +170,7 @@ class Trainer:
                 self.rank_zero.write_line(trained, {"replayed": True, "weights_digest": digest})
 
     def next_order(self) -> tuple[str, TrainBatch | None, RecordedBatch | None]:
-        """What all ranks do next, the batch to train, and on rank 0 its groups."""
+        """What all ranks do next, the batch to train, and on rank 0 what was recorded and prepared of it."""
         with self.clock.phase("claim"):
             own, recorded = self.rank_zero.next_order(self.version) if self.rank_zero else (None, None)
             order: Order = self.learner.broadcast_object(own)
