@@ -3,9 +3,9 @@
     python benchmarks/overlap.py [--batches 30] [--repeats 3] [--output benchmarks/records/overlap.json]
 
 Sampler and trainer have one thread each, so that neither can use the other's core. The first workload has answers of
-one length, and a KL penalty. The second has lognormal lengths, set by `extra_info.max_response_tokens` of each row. In it
-batches are small, so the part of an engine's step that does not depend on the number of sequences counts more, and long
-answers that run alone waste time. They train for two epochs, so that the trainer has as much to do.
+one length, and a KL penalty. The second has lognormal lengths, set by `extra_info.max_response_tokens` of each row.
+Its batches are small, so the part of an engine's step that does not depend on the number of sequences counts more,
+and long answers that run alone waste time. They train for two epochs, so that the trainer has as much to do.
 
 First, the load is balanced. More rows a batch slow training down more than generation. Their number is changed until,
 at the largest budget, the sampler takes 93 to 100 % of the trainer's time for a token. Then all budgets are run in
