@@ -122,7 +122,8 @@ def send(address: str, method: MethodDescriptor, parts: Sequence[bytes], token: 
     """The status and details of one call."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     channel = _channels[address]
-    seconds = ENDLESS_SECONDS if path in ENDLESS else CALL_SECONDS
+    refused = ROLES_NEEDED.get(path) is not None and not token
+    seconds = ENDLESS_SECONDS if path in ENDLESS and not refused else CALL_SECONDS
     call = channel.stream_stream(path)(iter(parts), metadata=[bearer(token)] if token else [], timeout=seconds)
     try:
         for _ in call:
@@ -130,7 +131,7 @@ def send(address: str, method: MethodDescriptor, parts: Sequence[bytes], token: 
     except grpc.RpcError:
         pass
     code, details = call.code(), str(call.details())
-    if ROLES_NEEDED.get(path) is not None and not token:
+    if refused:
         assert code == Status.UNAUTHENTICATED, (path, code, details)
     if code == Status.DEADLINE_EXCEEDED and path not in ENDLESS:
         assert ERROR_KEY in dict(call.trailing_metadata() or ()), f"{path} had no answer in {seconds} s"
