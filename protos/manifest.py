@@ -10,11 +10,11 @@ from math import prod
 from typing import Any
 
 from tandem.protos.errors import DataError, SchemaVersionError
-from tandem.protos.types import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
+from tandem.protos.types import AdapterSpec, BucketSpec, DigestAlgorithm, TensorSpec, WeightManifest
 
-MANIFEST_VERSION = 4
-DIGEST_FORMAT = "2:"
-"""Begins the digest of a version. Digests of other formats cannot be compared with it."""
+MANIFEST_VERSION = 5
+DIGEST_FORMATS: Mapping[DigestAlgorithm, str] = {"sums": "2:", "xxh3": "3:"}
+"""Begin the digest of a version. Digests of other formats cannot be compared with it."""
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """Name suffixes of the two factors of an adapted matrix."""
 ALIGNMENT = 16
@@ -101,6 +101,8 @@ def _check_types(manifest: WeightManifest) -> None:
             raise ValueError("incarnation and policy_version are numbers of 63 bits")
     if len(base) != 2 or manifest.encoding not in ("full", "delta"):
         raise ValueError("base has two numbers, and encoding is full or delta")
+    if manifest.digest_algorithm not in DIGEST_FORMATS:
+        raise ValueError("digest_algorithm is xxh3 or sums")
     if not isinstance(manifest.location, str) or not isinstance(manifest.backend, str):
         raise TypeError("backend and location are texts")
 
@@ -131,4 +133,9 @@ def weights_digest(manifest: WeightManifest) -> str:
     joined = hashlib.blake2b(digest_size=16)
     for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:
         joined.update(bytes.fromhex(bucket.digest))
-    return DIGEST_FORMAT + joined.hexdigest()
+    return DIGEST_FORMATS[manifest.digest_algorithm] + joined.hexdigest()
+
+
+def digest_algorithm(digest: str) -> DigestAlgorithm | None:
+    """The algorithm behind the digest of a version; None if this release does not have it."""
+    return next((name for name, begin in DIGEST_FORMATS.items() if digest.startswith(begin)), None)

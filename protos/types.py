@@ -295,6 +295,9 @@ class TensorSpec:
     num_bytes: int
 
 
+DigestAlgorithm = Literal["xxh3", "sums"]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
     """One broadcast: a flat uint8 tensor that holds `tensors`. `digest`: hex digest of its bytes, "" until sent."""
@@ -335,6 +338,8 @@ class WeightManifest:
     """`delta`: samplers keep the buckets, and the size of each broadcast is sent before it."""
     base: tuple[int, int] | None = None
     """Incarnation and version from which buckets that are smaller on their way differ. None: all are sent whole."""
+    digest_algorithm: DigestAlgorithm = "xxh3"
+    """`xxh3` is fast in host memory, `sums` on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,8 @@
 """Both ends of a weight transfer: rendezvous of a bare process group, flat buckets, digests. Imports torch.
 
 A bucket is sent as one broadcast of its bytes and their 32-byte digest. Over gloo the ranks form a chain: each passes a
-bucket on in parts while it receives, so the sender's link carries every bucket once, however many receive it. The
-digest is computed on the device that holds the bytes, in integer arithmetic with the same result on every device: about
-18 GB/s on one CPU core, memory speed on a GPU. It detects faults (a truncated, swapped, stale or damaged bucket), not
-an adversary: a weight group uses the trusted network of the run. The ranks find one another in a store that they are
-given, which must be closed to others.
+bucket on in parts while it receives, so the sender's link carries every bucket once, however many receive it. The ranks
+find one another in a store that they are given, which must be closed to others.
 """
 
 from __future__ import annotations
@@ -28,24 +25,31 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from tandem.protos.digest_rows import COLUMNS, sum_rows
+from tandem.protos.bucket_digest import COLUMNS, DIGEST_BYTES, BucketDigest, Xxh3Digest, sum_rows
 from tandem.protos.errors import DataError, EnvironmentLackError, UnavailableError, WeightTransferError
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress
+from tandem.protos.types import BucketSpec, DigestAlgorithm, TensorSpec, WeightGroupAddress
 
-DIGEST_BYTES = 32
 _LEAST_HUGE_BYTES = 4 << 20
 _PART_BYTES = 4 << 20
 """Size of what a rank of a chain passes on at once; of 1, 2, 4 and 8 MiB it was the fastest for 1 and 8 receivers."""
 _ANY_PORT = 9
+_SECRET_BYTES = 32
 _SECRET = "secret"
 """Key in the store of a group, with which its members recognise one another."""
 _INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 
 
-class BucketDigest:
-    """The 32-byte digest of a flat uint8 tensor whose length is a multiple of 8, computed while the bytes arrive. It is
-    the same on all devices.
+def begin_digest(data: torch.Tensor, algorithm: DigestAlgorithm) -> BucketDigest:
+    """The digest of a flat uint8 tensor whose length is a multiple of 8 and whose bytes are still to arrive. `xxh3`
+    needs host memory.
+    """
+    return Xxh3Digest(data.numpy()) if algorithm == "xxh3" else SumsDigest(data)
+
+
+class SumsDigest:
+    """The digest that a GPU computes at the speed of its memory, in integer arithmetic with the same result on every
+    device; about 18 GB/s on one CPU core.
 
     It is the BLAKE2b hash of the sums of all rows and of all columns, modulo 2^64, in a table of 64-bit words. So every
     change of one to three words changes it, and a larger one unless it leaves the sum of every row and every column.
@@ -62,7 +66,6 @@ class BucketDigest:
         self._next_row = 0
 
     def advance(self, num_bytes: int) -> None:
-        """Reads what it has not read of the first `num_bytes` bytes, which have their final values."""
         end = min(num_bytes // (8 * COLUMNS), len(self._table_RC))
         rows_RC, row_sums_R = self._table_RC[self._next_row : end], self._row_sums_R[self._next_row : end]
         self._next_row = max(self._next_row, end)
@@ -73,7 +76,6 @@ class BucketDigest:
             self._column_sums_C += rows_RC.sum(0)
 
     def finish(self) -> bytes:
-        """Reads the rest and returns the digest."""
         num_words = self._table_RC.numel() + self._rest.numel()
         self.advance(8 * num_words)
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -96,10 +98,12 @@ def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> str:
+def fill_bucket(
+    spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, algorithm: DigestAlgorithm
+) -> str:
     """Copies the tensors of a bucket into its buffer and appends the digest. Returns the digest in hex."""
     copy_to_bucket(spec, tensors, buffer)
-    return append_digest(spec, buffer)
+    return append_digest(spec, buffer, begin_digest(buffer[: spec.num_bytes], algorithm))
 
 
 def copy_to_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
@@ -119,21 +123,19 @@ def copy_to_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer
     data[end:] = 0
 
 
-def append_digest(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest | None = None) -> str:
-    """Computes the digest of a filled bucket, appends it to the bucket's bytes, and returns it in hex. `digest` may
-    have read some of the bytes.
-    """
-    found = (digest or BucketDigest(buffer[: spec.num_bytes])).finish()
+def append_digest(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest) -> str:
+    """Finishes the digest of a filled bucket, appends it to the bucket's bytes, and returns it in hex."""
+    found = digest.finish()
     buffer[spec.num_bytes :] = torch.frombuffer(bytearray(found), dtype=torch.uint8).to(buffer.device)
     return found.hex()
 
 
-def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str, digest: BucketDigest | None = None) -> str:
-    """Checks the digest of a received bucket and returns it in hex. Raises WeightTransferError if the bytes do not
-    match the digest that was sent with them, or the digest in the manifest. `digest` may have read some of the bytes.
+def check_bucket(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest, *, place: str) -> str:
+    """Finishes the digest of a received bucket and returns it in hex. Raises WeightTransferError if it is not the one
+    that was sent with the bytes, or the one in the manifest.
     """
     sent = bytes(buffer[spec.num_bytes :].cpu().numpy())
-    found = (digest or BucketDigest(buffer[: spec.num_bytes])).finish()
+    found = digest.finish()
     if found != sent or (spec.digest and found.hex() != spec.digest):
         expected = spec.digest or sent.hex()
         raise WeightTransferError(
@@ -228,7 +230,7 @@ class WeightGroup:
             scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
             if rank == 0:
-                scoped.set(_SECRET, secrets.token_hex(DIGEST_BYTES))
+                scoped.set(_SECRET, secrets.token_hex(_SECRET_BYTES))
             self._group = _process_group(address, scoped, rank, device, timeout)
             if address.backend == "gloo":
                 self._check_members(rank, scoped.get(_SECRET), timeout)
@@ -296,7 +298,7 @@ class WeightGroup:
         proofs = [_proof(secret, rank, peer) for peer in peers]
         sending = [self._group.send([proof], peer, 0) for peer, proof in zip(peers, proofs, strict=True)]
         for peer in peers:
-            received = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
+            received = torch.zeros_like(_proof(secret, peer, rank))
             self._group.recv([received], peer, 0).wait(timeout)
             if not torch.equal(received, _proof(secret, peer, rank)):
                 self.close()

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from tandem.protos.errors import DataError, MissingBaseWeightsError, WeightTransferError
 from tandem.protos.manifest import LORA_A, LORA_B
-from tandem.protos.types import AdapterSpec, BucketSpec, WeightManifest
+from tandem.protos.types import BucketSpec, DigestAlgorithm, WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket, merge_adapter
+
+_CPU = torch.device("cpu")
 
 
 class BaseWeights:
@@ -30,17 +32,19 @@ class BaseWeights:
         self._files: dict[Path, tuple[int, ...]] = {}
 
     def merged(
-        self, adapters: AdapterSpec, arrived: Mapping[str, torch.Tensor], device: torch.device
+        self, manifest: WeightManifest, arrived: Mapping[str, torch.Tensor], device: torch.device
     ) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and tensors of the full model on `device`, from the checked tensors of a version's buckets.
+        """Returns names and tensors of the full model on `device`, from the checked tensors of a version with adapters.
 
         Raises MissingBaseWeightsError if the base was neither sent nor held, and is not in the folder.
         """
+        adapters = manifest.adapters
+        assert adapters is not None
         if adapters.brings_base:
             self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
             self._specs, self._files = adapters.base, {}
         elif not self._holds(adapters.base):
-            self._find(adapters.base, device)
+            self._find(adapters.base, manifest.digest_algorithm)
         whole = []
         for name, base in self._tensors.items():
             if name + LORA_A in arrived:
@@ -55,7 +59,7 @@ class BaseWeights:
     def _holds(self, specs: tuple[BucketSpec, ...]) -> bool:
         return self._specs == specs and all(_state(file) == state for file, state in self._files.items())
 
-    def _find(self, specs: tuple[BucketSpec, ...], device: torch.device) -> None:
+    def _find(self, specs: tuple[BucketSpec, ...], algorithm: DigestAlgorithm) -> None:
         """Holds the folder's weights if they are bit-identical to the base."""
         self._specs, self._tensors, self._files = (), {}, {}
         files = {file: _state(file) for file in sorted(self._folder.glob("*.safetensors"))} if self._folder else {}
@@ -64,7 +68,7 @@ class BaseWeights:
             tensors: dict[str, torch.Tensor] = {}
             for spec in specs:
                 part = {tensor.name: found[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in spec.tensors}
-                if fill_bucket(spec, part, empty_bucket(spec, device)) != spec.digest:
+                if fill_bucket(spec, part, empty_bucket(spec, _CPU), algorithm) != spec.digest:
                     told = f"{self._folder} holds other weights than the trainer's base, which must be sent"
                     raise MissingBaseWeightsError(told)
                 tensors |= part

@@ -6,8 +6,9 @@ import weakref
 
 import torch
 
+from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.types import BucketSpec
-from tandem.protos.weight_group import DIGEST_BYTES, empty_bucket
+from tandem.protos.weight_group import empty_bucket
 
 _CPU = torch.device("cpu")
 

@@ -21,14 +21,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.protos.bucket_delta import apply_delta
+from tandem.protos.bucket_digest import DIGEST_BYTES, BucketDigest
 from tandem.protos.errors import MissingVersionError, TandemError, WeightTransferError
 from tandem.protos.manifest import bucket_file, decode_manifest
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    DIGEST_BYTES,
-    BucketDigest,
     WeightGroup,
+    begin_digest,
     bucket_tensors,
     check_bucket,
     empty_bucket,
@@ -168,7 +168,7 @@ class StagedReceiver:
         arrived = self._arriving(transfer, manifest, group_name)
         tensors: Named = arrived
         if manifest.adapters is not None:
-            merged = self._base.merged(manifest.adapters, dict(arrived), self._device)[::-1]
+            merged = self._base.merged(manifest, dict(arrived), self._device)[::-1]
             tensors = (merged.pop() for _ in range(len(merged)))  # each is freed once it is loaded
         try:
             loaded = self._load(tensors)
@@ -193,7 +193,8 @@ class StagedReceiver:
             place = f"version {manifest.policy_version}, {bucket}"
             try:
                 buffer = _whole(spec, number, message, manifest, held)
-                transfer.progress["digests"].append(check_bucket(spec, buffer, place=place, digest=digest))
+                digest = digest or begin_digest(buffer[: spec.num_bytes], manifest.digest_algorithm)
+                transfer.progress["digests"].append(check_bucket(spec, buffer, digest, place=place))
             except WeightTransferError as error:
                 fault = fault or error
                 continue
@@ -240,7 +241,7 @@ class StagedReceiver:
                     if not DIGEST_BYTES <= size <= len(buffer):
                         raise WeightTransferError(f"{size} bytes are announced for a bucket of {spec.num_bytes}")
                 if size == len(buffer):
-                    digest = BucketDigest(buffer[: spec.num_bytes])
+                    digest = begin_digest(buffer[: spec.num_bytes], manifest.digest_algorithm)
                 group.broadcast(buffer[:size], transfer.seconds_left, None if digest is None else digest.advance)
             except WeightTransferError:
                 self._group = None
@@ -254,7 +255,8 @@ class StagedReceiver:
             buffer = self._memory.lend(spec)
             try:
                 with safe_open(file, framework="pt") as opened:
-                    fill_bucket(spec, {tensor.name: opened.get_tensor(tensor.name) for tensor in spec.tensors}, buffer)
+                    tensors = {tensor.name: opened.get_tensor(tensor.name) for tensor in spec.tensors}
+                    fill_bucket(spec, tensors, buffer, manifest.digest_algorithm)
             except (OSError, SafetensorError) as error:
                 raise WeightTransferError(f"cannot read weights {file}: {error}") from error
             yield spec, buffer, None

@@ -19,14 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem.protos.bucket_delta import encode_delta
+from tandem.protos.bucket_digest import BucketDigest
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, weights_digest, with_base
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
+from tandem.protos.types import AdapterSpec, BucketSpec, DigestAlgorithm, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    BucketDigest,
     WeightGroup,
     append_digest,
+    begin_digest,
     bucket_tensors,
     copy_to_bucket,
     empty_bucket,
@@ -112,6 +113,7 @@ class WeightSender:
         self._buckets = plan_buckets(specs if adapters is None else adapters.factor_specs(), bucket_bytes)
         self._base = () if adapters is None else plan_buckets(specs, bucket_bytes)
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
+        self._base_algorithm: DigestAlgorithm | None = None
         self._copy: WeightCopy | None = None
         self._prepared: WeightGroupAddress | None = None
         self._group: WeightGroup | None = None
@@ -132,19 +134,33 @@ class WeightSender:
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:
         """The manifest of a version before it is sent. Without `changed` it repeats the previous one and has no
-        buckets. `location` is the folder of `disk`.
+        buckets. `location` is the folder of `disk`. The digests are `sums` if the backend sends from a GPU's memory.
 
         All ranks must call it: with adapters, the first version with buckets gathers the base.
         """
-        buckets = self._buckets if changed else ()
-        manifest = WeightManifest(incarnation, policy_version, backend, buckets, location, encoding=self._encoding)
-        if self._adapters is None or not changed:
+        manifest = WeightManifest(
+            incarnation,
+            policy_version,
+            backend,
+            buckets=self._buckets if changed else (),
+            location=location,
+            encoding=self._encoding,
+            digest_algorithm="sums" if backend in ("nccl", "ipc") else "xxh3",
+        )
+        return self._with_base(manifest) if changed else manifest
+
+    def _with_base(self, manifest: WeightManifest) -> WeightManifest:
+        """The manifest with adapters and the digests of their base, if there are adapters."""
+        if self._adapters is None:
             return manifest
         if self._base_buffers is None:  # for samplers that lack the base
-            base = self._filled(self._base, self._adapters.gather_base, self._device)
-            held = [(_with_digest(spec, buffer), buffer.to(_CPU)) for spec, buffer in base]
-            self._base = tuple(spec for spec, _ in held) or self._base
+            held = self._filled(self._base, self._adapters.gather_base, _CPU)
             self._base_buffers = tuple(buffer for _, buffer in held)
+        algorithm = manifest.digest_algorithm
+        if self._source.rank == 0 and self._base_algorithm != algorithm:
+            held = zip(self._base, self._base_buffers, strict=True)
+            self._base = tuple(_with_digest(*filled, algorithm) for filled in held)
+            self._base_algorithm = algorithm
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
 
@@ -180,10 +196,11 @@ class WeightSender:
                     copy_to_bucket(spec, tensors, buffers[-1])
         return tuple(buffers)
 
-    def digest(self) -> str:
+    def digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
-        manifest = self.manifest(0, 0, "gloo")
-        buckets = tuple(_with_digest(*filled) for filled in self._filled(manifest.buckets, self._gather, _CPU))
+        manifest = self._with_base(replace(self.manifest(0, 0, "gloo"), digest_algorithm=algorithm))
+        filled = self._filled(manifest.buckets, self._gather, _CPU)
+        buckets = tuple(_with_digest(*each, algorithm) for each in filled)
         return weights_digest(replace(manifest, buckets=buckets)) if self._source.rank == 0 else ""
 
     def broadcast(
@@ -209,7 +226,7 @@ class WeightSender:
         else:
             filled = zip(manifest.buckets, snapshot, strict=True)
         for spec, buffer in filled:
-            digest = BucketDigest(buffer[: spec.num_bytes])
+            digest = begin_digest(buffer[: spec.num_bytes], manifest.digest_algorithm)
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
                     self._send(self._group, manifest, len(buffers), buffer, digest, deadline)
@@ -220,7 +237,7 @@ class WeightSender:
                 self.sent_bytes += len(buffer)
             if exported:
                 self._exported.append(buffer)
-            specs.append(_with_digest(spec, buffer, digest))
+            specs.append(replace(spec, digest=append_digest(spec, buffer, digest)))
             buffers.append(_in_host_memory(buffer))
         if self._source.rank != 0:
             return manifest
@@ -363,9 +380,9 @@ def _send_message(
     group.broadcast(message, seconds, each_part)
 
 
-def _with_digest(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest | None = None) -> BucketSpec:
+def _with_digest(spec: BucketSpec, buffer: torch.Tensor, algorithm: DigestAlgorithm) -> BucketSpec:
     """Appends the digest to a filled bucket, and returns the spec with it."""
-    return replace(spec, digest=append_digest(spec, buffer, digest))
+    return replace(spec, digest=append_digest(spec, buffer, begin_digest(buffer[: spec.num_bytes], algorithm)))
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightManifest
-from tandem.protos.weight_group import DIGEST_BYTES, WeightGroup
+from tandem.protos.weight_group import WeightGroup
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait

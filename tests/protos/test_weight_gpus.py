@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.protos.manifest import encode_manifest
-from tandem.protos.weight_group import BucketDigest, export_cuda_bucket, import_cuda_bucket
+from tandem.protos.weight_group import SumsDigest, export_cuda_bucket, import_cuda_bucket
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.commands.doctor import RECORDS, check_backends
@@ -71,7 +71,7 @@ def test_nccl_transfers_all_tensors_between_two_gpus(redis_url: str) -> None:
 @pytest.mark.gpu
 def test_a_digest_is_the_same_on_gpu_and_cpu() -> None:
     data = torch.randint(0, 256, (8 * 1_000_003,), dtype=torch.uint8)
-    assert BucketDigest(data.cuda()).finish() == BucketDigest(data).finish()
+    assert SumsDigest(data.cuda()).finish() == SumsDigest(data).finish()
 
 
 def _import_and_sum(handle: dict[str, Any], answers: Any) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
+from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.errors import (
     DataError,
     EnvironmentLackError,
@@ -34,10 +35,10 @@ from tandem.protos.manifest import (
     weights_digest,
 )
 from tandem.protos.store_source import StoreSource
-from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
+from tandem.protos.types import BucketSpec, DigestAlgorithm, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    DIGEST_BYTES,
     WeightGroup,
+    begin_digest,
     bucket_tensors,
     check_bucket,
     empty_bucket,
@@ -176,6 +177,7 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
     for manifest in (
         WeightManifest(2, 7, "gloo", buckets, "somewhere"),
         WeightManifest(2, 7, "gloo", buckets, encoding="delta", base=(1, 6)),
+        WeightManifest(2, 7, "nccl", buckets, digest_algorithm="sums"),
     ):
         assert decode_manifest(encode_manifest(manifest)) == manifest
 
@@ -183,32 +185,39 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
 def test_inconsistent_manifests_are_refused(pair: Pair) -> None:
     data = encode_manifest(pair.sender.manifest(1, 3, "gloo"))
     for other in (b"3", b"99"):
-        with pytest.raises(SchemaVersionError, match=f"{other.decode()}, this software reads 4: .* of one release"):
-            decode_manifest(data.replace(b'"schema_version":4', b'"schema_version":' + other))
+        with pytest.raises(SchemaVersionError, match=f"{other.decode()}, this software reads 5: .* of one release"):
+            decode_manifest(data.replace(b'"schema_version":5', b'"schema_version":' + other))
     with pytest.raises(DataError, match="does not fit"):
         decode_manifest(data.replace(b'"offset":0', b'"offset":4096'))
     no_base = [data.replace(b'"base":null', b'"base":' + text) for text in (b"[1]", b"[1,2,3]", b'["1","2"]', b"7")]
     no_encoding = data.replace(b'"encoding":"full"', b'"encoding":"zip"')
-    for broken in (b"", b"[]", b"{}", data[:-3], data.replace(b'"dtype"', b'"kind"'), *no_base, no_encoding):
+    no_algorithm = [data.replace(b'"xxh3"', text) for text in (b'"crc"', b"[]", b"null")]
+    lacking = data.replace(b'"dtype"', b'"kind"')
+    for broken in (b"", b"[]", b"{}", data[:-3], lacking, *no_base, no_encoding, *no_algorithm):
         with pytest.raises(DataError):
             decode_manifest(broken)
     with pytest.raises(DataError, match="complex64"):
         plan_buckets([("p", "complex64", (2,))], 100)
 
 
-def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:
+@pytest.mark.parametrize("algorithm", ["xxh3", "sums"])
+def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors, algorithm: DigestAlgorithm) -> None:
     (spec,) = plan_buckets(source.parameter_specs(), 1 << 20)
     buffer = empty_bucket(spec, CPU)
-    digest = fill_bucket(spec, source.tensors, buffer)
+    digest = fill_bucket(spec, source.tensors, buffer, algorithm)
+
+    def check(spec: BucketSpec, place: str = "here") -> str:
+        return check_bucket(spec, buffer, begin_digest(buffer[: spec.num_bytes], algorithm), place=place)
+
     assert equal(list(bucket_tensors(spec, buffer)), source)
-    assert check_bucket(spec, buffer, place="here") == digest
+    assert check(spec) == digest
     with pytest.raises(WeightTransferError, match="bucket 3"):
-        check_bucket(replace(spec, digest="00" * DIGEST_BYTES), buffer, place="bucket 3")
+        check(replace(spec, digest="00" * DIGEST_BYTES), "bucket 3")
     buffer[5] ^= 1
     with pytest.raises(WeightTransferError, match="nothing was applied"):
-        check_bucket(spec, buffer, place="here")
+        check(spec)
     with pytest.raises(DataError, match="norm"):
-        fill_bucket(spec, {**source.tensors, "norm": torch.zeros(6)}, buffer)
+        fill_bucket(spec, {**source.tensors, "norm": torch.zeros(6)}, buffer, algorithm)
 
 
 def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, pair: Pair) -> None:
@@ -237,7 +246,7 @@ def broadcast(pair: Pair, source: Tensors, specs: Sequence[BucketSpec], damaged:
     assert pair.sender._group is not None
     for number, spec in enumerate(specs):
         buffer = empty_bucket(spec, CPU)
-        fill_bucket(spec, source.tensors, buffer)
+        fill_bucket(spec, source.tensors, buffer, "xxh3")
         buffer[0] ^= number == damaged
         pair.sender._group.broadcast(buffer, TIMEOUT)
 

@@ -168,6 +168,16 @@ def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, t
     pair.catch_up(sender=again, brings_base=False)
 
 
+def test_a_base_has_the_digests_of_the_versions_algorithm(model: Path) -> None:
+    sender = make_sender(AdapterPolicy(model))
+    known = {name: sender.digest(name) for name in ("sums", "xxh3")}
+    in_host_memory, in_gpu_memory = (sender.manifest(1, 0, backend) for backend in ("gloo", "nccl"))
+    assert (in_host_memory.digest_algorithm, in_gpu_memory.digest_algorithm) == ("xxh3", "sums")
+    assert in_host_memory.adapters != in_gpu_memory.adapters
+    assert sender.manifest(1, 0, "gloo") == in_host_memory
+    assert {name: sender.digest(name) for name in known} == known
+
+
 def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "same", hidden=64)
     policy = AdapterPolicy(model)
@@ -204,7 +214,7 @@ def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, bring
     for spec in manifest.buckets[:2]:
         buffer = empty_bucket(spec, CPU)
         with gather([tensor.name for tensor in spec.tensors]) as tensors:
-            fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer)
+            fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer, "xxh3")
         sender._group.broadcast(buffer, TIMEOUT)
     sender.close()
     assert error(pair.receiver, 2.0)[0] == "WeightTransferError"

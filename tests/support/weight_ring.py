@@ -107,7 +107,7 @@ class Ring:
         for number, spec in enumerate(buckets):
             buffer = empty_bucket(spec, torch.device("cpu"))
             with self.gather([tensor.name for tensor in spec.tensors]) as tensors:
-                fill_bucket(spec, dict(tensors), buffer)
+                fill_bucket(spec, dict(tensors), buffer, "xxh3")
             buffer[0] ^= number in damaged
             self.sender._group.broadcast(buffer, TIMEOUT)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from tandem.services.config import Recipe
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.inputs import record_inputs
 from tandem.services.run.resume import FREE, forbidden_changes
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER
+from tandem.services.trainer.service import make_learner
 from tandem.trainer.batch.record import read_record, record_folder, recorded_versions
 from tandem.trainer.batch.rejected import write_rejected
+from tandem.trainer.checkpoints.state import list_checkpoints
 from tests.support.redis_ring import running_redis
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import with_sampling_masks
@@ -85,7 +89,7 @@ def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: 
 
 def test_digests_of_an_earlier_release_are_refused_before_training(copied: Path) -> None:
     metrics = copied / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"2:', '"'))
+    metrics.write_text(metrics.read_text().replace('"3:', '"'))
     with pytest.raises(DataError, match=r"computed the digests of versions 1 to 3 .*: replay .* with that release"):
         replay.main(copied)
 
@@ -94,10 +98,30 @@ def test_a_run_that_another_release_began_is_compared_from_where_this_one_went_o
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = copied / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"2:', '"', 1))
+    metrics.write_text(metrics.read_text().replace('"3:', '"', 1))
     assert replay.main(copied) == 0
     said = capsys.readouterr().out
     assert "2 versions compared: equal bit for bit; 1 have the digest of another release and were not compared" in said
+
+
+def test_every_version_is_compared_by_the_algorithm_of_its_digest(
+    copied: Path, trained: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may go on with another backend of weights, and so with other digests."""
+    learner, sender = make_learner(trained)
+    with closing(learner):
+        learner.load(list_checkpoints(copied / CHECKPOINTS_FOLDER)[-1][2])
+        last, digests = sender.digest("xxh3"), {name: sender.digest(name) for name in ("sums", "xxh3")}
+    assert digests["xxh3"] == last and digests["sums"].startswith("2:")
+    metrics = copied / "metrics.jsonl"
+    written = metrics.read_text()
+    assert last in written
+    metrics.write_text(written.replace(last, digests["sums"]))
+    assert replay.main(copied) == 0
+    assert "3 versions compared: equal bit for bit" in capsys.readouterr().out
+    metrics.write_text(written.replace(last, digests["sums"][:-1] + "x"))
+    assert replay.main(copied) == 1
+    assert "version 3 differs" in capsys.readouterr().out
 
 
 def test_an_export_of_another_version_is_detected(
