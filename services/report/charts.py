@@ -21,7 +21,7 @@ _PHASES = {
     "publish": ("copies the weights", "#16a34a"),
     "claim": ("waits for scored groups", "#d4d4d8"),
     "read": ("reads the batch", "#a5b4fc"),
-    "record": ("records the batch", "#818cf8"),
+    "record": ("begins to record the batch", "#818cf8"),
     "forward_proximal": ("recomputes log-probs", "#38bdf8"),
     "train": ("trains", "#2563eb"),
     "acknowledge": ("waits until samplers have the last version", "#4ade80"),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal
 
 import psutil
 
-from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup, WeightManifest
+from tandem.protos.types import TrainBatch, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.orders import Orders
 from tandem.services.config import Recipe
@@ -31,12 +30,10 @@ from tandem.services.run.metrics import (
     SCORER_FIGURES,
     MetricsLog,
     ServiceTotals,
-    batch_figures,
-    group_figures,
     write_summary,
 )
 from tandem.services.run.watchdog import Watchdog
-from tandem.services.service_info import ServiceInfo, cpu_seconds
+from tandem.services.service_info import ServiceInfo
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.notes import write_notes
@@ -44,6 +41,7 @@ from tandem.services.trainer.prefetch import Prefetch, RecordedBatch
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, STOPPING, check_complete
 from tandem.services.trainer.takeover import Takeover
+from tandem.services.trainer.trained_batch import TrainedBatch
 from tandem.trainer.batch.record import prune_records, write_advantages
 from tandem.trainer.batch.rejected import prune_rejected
 from tandem.trainer.checkpoints.state import list_checkpoints
@@ -62,22 +60,6 @@ _PATIENCE_SECONDS = 30.0
 _RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective, whose deadline is minutes
 _PUBLICATION_CHECK_SECONDS = 1.0  # no group may come before a publication returns credits, and it may fail
 _CLOSE_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedBatch:
-    """What the line of a trained batch is made of."""
-
-    batch: TrainBatch
-    groups: Mapping[str, TrajectoryGroup]
-    result: StepResult
-    seconds: Mapping[str, float]
-    """The phases of the loop."""
-    time: float
-    """When they ended, in seconds since 1970."""
-    rejections: Mapping[str, float] = field(default_factory=dict)
-    trained_ns: tuple[int, int] = (0, 0)
-    """From when to when it was trained, in nanoseconds since 1970."""
 
 
 class RankZero:
@@ -107,6 +89,7 @@ class RankZero:
         self._activity = "starts"
         self._waiting_since: float | None = None
         """Monotonic time at which the loop began to wait for scored groups; None while it works."""
+        self._recording: Future[None] | None = None
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
         self._publishing_since = 0.0
@@ -161,16 +144,20 @@ class RankZero:
 
     def check(self) -> None:
         """Raises FencedError if another trainer took over, and the error of a publication that failed. Called before
-        every optimizer step.
+        every optimizer step, the first of which waits until the batch is recorded in the ledger.
         """
         self._end_step()
         self._num_checks += 1
         self._check_publication()
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.result()  # it ends, because every call of Redis has a deadline
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch) -> None:
-        """Removes the payloads of a recorded batch from the ledger."""
-        self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
+        """Begins to remove the payloads of a recorded batch from the ledger; `check` waits for the end."""
+        arguments = self.incarnation, batch.policy_version, batch.group_ids
+        self._recording = in_thread("record", self._buffer.record, *arguments)
 
     def publish(
         self,
@@ -208,25 +195,7 @@ class RankZero:
         """Writes the batch's line to metrics.jsonl, with the figures of its publication, or that it was retrained."""
         samplers, scorers = self._service_figures()
         result = trained.result
-        line: Line = {
-            "step": result.policy_version,
-            "optimizer_step": result.optimizer_step,
-            "time": trained.time,
-            **batch_figures(trained.batch),
-            **group_figures(trained.groups.values()),
-            **result.metrics,
-            **trained.rejections,
-            **trained.seconds,
-            "trainer_idle_seconds": trained.seconds.get("seconds_claim", 0.0),
-            "trainer_cpu_seconds": cpu_seconds(),
-            "processors": len(os.sched_getaffinity(0)),
-            **self._samplers.update(samplers),
-            **self._scorers.update(scorers),
-            **more,
-        }
-        if rows := line.get("unknown_version_rows"):
-            words = "batch %d was recorded with %d rows of versions that no trainer published; it is trained as it is"
-            log.warning(words, result.policy_version, rows, extra={"version": result.policy_version})
+        line = {**trained.line(), **self._samplers.update(samplers), **self._scorers.update(scorers), **more}
         self._metrics.add(line)
         write_advantages(self._recipe.folder, result.policy_version, result.advantages)
         write_notes(self._buffer, self._recipe.folder, result.policy_version, trained.batch.group_ids)

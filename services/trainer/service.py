@@ -32,9 +32,10 @@ from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
 from tandem.services.trainer.batch_source import groups_of_rank, read_groups
 from tandem.services.trainer.prefetch import RecordedBatch
-from tandem.services.trainer.rank_zero import Order, RankZero, TrainedBatch
+from tandem.services.trainer.rank_zero import Order, RankZero
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
+from tandem.services.trainer.trained_batch import TrainedBatch
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.checkpoints.state import checkpoint_folder
