@@ -38,7 +38,6 @@ from tandem.services.trainer.recovery import (
     read_records,
     trainer_lock,
 )
-from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
@@ -143,29 +142,6 @@ def check_resumed(recipe: Recipe, buffer: Buffer, url: str, undisturbed: tuple[d
     assert (counts["committed"], counts["admitted"], counts["outstanding"]) == (TOTAL * P, TOTAL * P, 0)
     assert buffer.verify() == []
     assert json.loads((recipe.folder / "summary.json").read_text())["set_aside"] == {}
-
-
-def test_no_weight_changes_before_the_ledger_has_the_batch(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, _ = prepared(tmp_path, redis_url)
-    events: list[str] = []
-    record, step = Buffer.record, DeepSpeedEngine.step
-
-    def late_record(buffer: Buffer, *arguments: Any) -> None:
-        time.sleep(0.3)  # longer than forward and backward of the tiny model
-        record(buffer, *arguments)
-        events.append("ledger")
-
-    def noted_step(engine: DeepSpeedEngine, learning_rate: float) -> float | None:
-        events.append("step")
-        return step(engine, learning_rate)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Buffer, "record", late_record)
-        patched.setattr(DeepSpeedEngine, "step", noted_step)
-        assert train(recipe, redis_url)
-    assert events == ["ledger", "step"] * TOTAL
 
 
 @pytest.mark.parametrize("name", ["claim_scored", "record"])

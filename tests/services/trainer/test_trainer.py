@@ -22,6 +22,7 @@ from tandem.services.run.watchdog import Watchdog
 from tandem.services.trainer import batch_source, rank_zero
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.ranks import run_local_ranks
+from tandem.trainer.backend.deepspeed.engine import DeepSpeedEngine
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import recorded_versions
 from tandem.trainer.config import WeightsConfig
@@ -54,6 +55,30 @@ def test_a_waiting_trainer_answers_info_and_stops(tmp_path: Path, redis_url: str
     assert finished == [False], "stopped is not finished"
     assert not (recipe.folder / "summary.json").exists()
     assert Orders(buffer.connection).ended() == ""
+
+
+def test_no_weight_changes_before_the_ledger_has_the_batch(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 2})
+    put_scored(make_run(redis_url, recipe), different_rewards(2 * P))
+    events: list[str] = []
+    record, step = Buffer.record, DeepSpeedEngine.step
+
+    def late_record(buffer: Buffer, *arguments: Any) -> None:
+        time.sleep(0.3)  # longer than forward and backward of the tiny model
+        record(buffer, *arguments)
+        events.append("ledger")
+
+    def noted_step(engine: DeepSpeedEngine, learning_rate: float) -> float | None:
+        events.append("step")
+        return step(engine, learning_rate)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffer, "record", late_record)
+        patched.setattr(DeepSpeedEngine, "step", noted_step)
+        assert train(recipe, redis_url)
+    assert events == ["ledger", "step"] * 2
 
 
 def test_a_trainer_ends_with_its_run(tmp_path: Path, redis_url: str) -> None:
