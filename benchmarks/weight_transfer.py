@@ -8,7 +8,7 @@ computes the digests and sends the buckets, and each receiver's `StagedReceiver`
 that by torch.distributed's own broadcast. All three alternate; figures are medians over the rounds, ratios of raw
 seconds / our seconds, `share_of_checks` of what `ours` takes longer than `unchecked`. Bytes that left rank 0 are those
 its sockets had acknowledged (Linux's TCP_INFO). Fails if an `unchecked_ratio` is below `LEAST_RATIO`, or if rank 0
-sends more than `MOST_COPIES` to eight.
+sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets takes alone.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.protos.manifest import ParameterSpec, encode_manifest  # noqa: E402
+from tandem.protos.manifest import DIGEST_FORMATS, ParameterSpec, encode_manifest  # noqa: E402
 from tandem.protos.store_source import file_store  # noqa: E402
 from tandem.protos.types import WeightGroupAddress  # noqa: E402
-from tandem.protos.weight_group import WeightGroup  # noqa: E402
+from tandem.protos.weight_group import WeightGroup, begin_digest  # noqa: E402
 from tandem.rollout.weight_receiver import StagedReceiver  # noqa: E402
 from tandem.trainer.weight_sender import WeightSender  # noqa: E402
 
@@ -77,6 +77,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     receivers = {str(count): _measure(count, arguments.rounds) for count in (1, 2, 4, 8)}
+    digest_seconds = _digest_seconds(arguments.rounds)
+    print("digests alone: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in digest_seconds.items()))
     for count, figures in receivers.items():
         print(f"{count} receivers: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
     record = {
@@ -86,6 +88,7 @@ def main() -> int:
         "bytes": 4 * NUM_TENSORS * ELEMENTS,
         "least_ratio": LEAST_RATIO,
         "most_copies": MOST_COPIES,
+        "digest_seconds": digest_seconds,
         "receivers": receivers,
     }
     if arguments.output is not None:
@@ -95,6 +98,21 @@ def main() -> int:
     print(f"without digests at {ratio:.2f} of gloo's rate, at least {LEAST_RATIO}")
     print(f"{copies:.2f} copies for 8 receivers, limit {MOST_COPIES}")
     return 0 if ratio >= LEAST_RATIO and copies <= MOST_COPIES else 1
+
+
+def _digest_seconds(rounds: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    sender = WeightSender(Weights(), bucket_bytes=64 << 20)
+    manifest = sender.manifest(1, 0, "gloo")
+    data = [buffer[: spec.num_bytes] for spec, buffer in zip(manifest.buckets, sender.snapshot(manifest), strict=True)]
+    seconds: dict[str, list[float]] = {name: [] for name in DIGEST_FORMATS}
+    for _ in range(rounds):
+        for name in DIGEST_FORMATS:
+            started = time.perf_counter()
+            for bucket in data:
+                begin_digest(bucket, name).finish()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def _measure(num_receivers: int, rounds: int) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Digests of buckets in host memory, computed while the bytes arrive. `sums` is in weight_group.py, for GPUs.
+"""Digests of buckets, computed while the bytes arrive: `xxh3`, and what `sums`, which is in weight_group.py because it
+also works on a GPU, does in host memory.
 
 A digest detects faults (a truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the
 trusted network of the run.
@@ -28,7 +29,9 @@ class BucketDigest(Protocol):
 
 
 class Xxh3Digest:
-    """The 128-bit XXH3 hash of the bytes (https://xxhash.com), followed by zeros: about 28 GB/s on one core."""
+    """The 128-bit XXH3 hash of the bytes (https://xxhash.com), followed by zeros. In host memory it takes less time
+    than sums (benchmarks/weight_transfer.py).
+    """
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data.data

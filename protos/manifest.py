@@ -136,6 +136,11 @@ def weights_digest(manifest: WeightManifest) -> str:
     return DIGEST_FORMATS[manifest.digest_algorithm] + joined.hexdigest()
 
 
-def digest_algorithm(digest: str) -> DigestAlgorithm | None:
+def algorithm_of_backend(backend: str) -> DigestAlgorithm:
+    """The algorithm of the digests of what a weight backend sends: from a GPU's memory, or from that of the host."""
+    return "sums" if backend in ("nccl", "ipc") else "xxh3"
+
+
+def algorithm_of_digest(digest: str) -> DigestAlgorithm | None:
     """The algorithm behind the digest of a version; None if this release does not have it."""
     return next((name for name, begin in DIGEST_FORMATS.items() if digest.startswith(begin)), None)

@@ -48,8 +48,7 @@ def begin_digest(data: torch.Tensor, algorithm: DigestAlgorithm) -> BucketDigest
 
 
 class SumsDigest:
-    """The digest that a GPU computes at the speed of its memory, in integer arithmetic with the same result on every
-    device; about 18 GB/s on one CPU core.
+    """A digest that a GPU computes in parallel, in integer arithmetic with the same result on every device.
 
     It is the BLAKE2b hash of the sums of all rows and of all columns, modulo 2^64, in a table of 64-bit words. So every
     change of one to three words changes it, and a larger one unless it leaves the sum of every row and every column.

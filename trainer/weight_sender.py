@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 from tandem.protos.bucket_delta import encode_delta
 from tandem.protos.bucket_digest import BucketDigest
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
-from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, weights_digest, with_base
+from tandem.protos.manifest import (
+    ParameterSpec,
+    algorithm_of_backend,
+    bucket_file,
+    plan_buckets,
+    weights_digest,
+    with_base,
+)
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, DigestAlgorithm, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
@@ -138,25 +145,19 @@ class WeightSender:
 
         All ranks must call it: with adapters, the first version with buckets gathers the base.
         """
-        manifest = WeightManifest(
-            incarnation,
-            policy_version,
-            backend,
-            buckets=self._buckets if changed else (),
-            location=location,
-            encoding=self._encoding,
-            digest_algorithm="sums" if backend in ("nccl", "ipc") else "xxh3",
-        )
-        return self._with_base(manifest) if changed else manifest
+        algorithm = algorithm_of_backend(backend)
+        buckets = self._buckets if changed else ()
+        manifest = WeightManifest(incarnation, policy_version, backend, buckets, location, encoding=self._encoding)
+        return self._digested_by(algorithm, manifest)
 
-    def _with_base(self, manifest: WeightManifest) -> WeightManifest:
-        """The manifest with adapters and the digests of their base, if there are adapters."""
-        if self._adapters is None:
+    def _digested_by(self, algorithm: DigestAlgorithm, manifest: WeightManifest) -> WeightManifest:
+        """The manifest for digests of this algorithm, with adapters and the digests of their base, if it has them."""
+        manifest = replace(manifest, digest_algorithm=algorithm)
+        if self._adapters is None or not manifest.buckets:
             return manifest
         if self._base_buffers is None:  # for samplers that lack the base
             held = self._filled(self._base, self._adapters.gather_base, _CPU)
             self._base_buffers = tuple(buffer for _, buffer in held)
-        algorithm = manifest.digest_algorithm
         if self._source.rank == 0 and self._base_algorithm != algorithm:
             held = zip(self._base, self._base_buffers, strict=True)
             self._base = tuple(_with_digest(*filled, algorithm) for filled in held)
@@ -198,7 +199,7 @@ class WeightSender:
 
     def digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
-        manifest = self._with_base(replace(self.manifest(0, 0, "gloo"), digest_algorithm=algorithm))
+        manifest = self._digested_by(algorithm, WeightManifest(0, 0, "gloo", self._buckets))
         filled = self._filled(manifest.buckets, self._gather, _CPU)
         buckets = tuple(_with_digest(*each, algorithm) for each in filled)
         return weights_digest(replace(manifest, buckets=buckets)) if self._source.rank == 0 else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
-from tandem.protos.manifest import digest_algorithm
+from tandem.protos.manifest import algorithm_of_digest
 from tandem.services.command_line import print_text, run_service
 from tandem.services.commands.replay_generation import Generation, State, check_comparable, repeat_episodes
 from tandem.services.config import Recipe, load_resolved
@@ -89,7 +89,7 @@ class Replay:
         self._deadline_seconds = recipe.weights.deadline_seconds
         lines = JsonLines(folder / METRICS_FILE).read()
         digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
-        self._digests = {step: digest for step, digest in digests.items() if digest_algorithm(digest)}
+        self._digests = {step: digest for step, digest in digests.items() if algorithm_of_digest(digest)}
         others = [version for version in self._versions if version in digests.keys() - self._digests.keys()]
         self._num_others = len(others)
         if others and self._digests.keys().isdisjoint(self._versions):
@@ -161,7 +161,7 @@ class Replay:
         own = groups_of_rank(batch, self._learner.rank)
         groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
         self._learner.train(self._learner.prepare(batch, groups))
-        return self._sender.digest(digest_algorithm(self._digests.get(version, "")) or "xxh3")
+        return self._sender.digest(algorithm_of_digest(self._digests.get(version, "")) or "xxh3")
 
     def _compare_export(self) -> list[str]:
         """Names of the parameters that differ from the run's export; none if the run has no export."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 REDIS_SECONDS = 2.0
 _PROBE_BYTES = 1 << 20
-TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
+TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors", "xxhash")
 
 
 def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) -> ModelFacts | None:

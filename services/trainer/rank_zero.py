@@ -65,8 +65,9 @@ _CLOSE_SECONDS = 30.0
 class RankZero:
     """Connects the trainer to the ledger and the samplers. Only the loop's thread calls its public methods.
 
-    Two threads work beside the loop: one records and prepares the next batch (`Prefetch`), one publishes the version
-    that was trained last and writes its line (`publish`).
+    Threads work beside the loop: one claims, records and prepares the next batch (`Prefetch`), one enters the batch
+    that trains in the ledger (`record`), and one publishes the version that was trained last and writes its line
+    (`publish`).
 
     The constructor takes the run over: it begins a new incarnation, which fences every earlier trainer.
     """
@@ -143,8 +144,8 @@ class RankZero:
         return {"do": "end" if self._prefetch.exhausted else "wait"}, None
 
     def check(self) -> None:
-        """Raises FencedError if another trainer took over, and the error of a publication that failed. Called before
-        every optimizer step, the first of which waits until the batch is recorded in the ledger.
+        """Called before every optimizer step. The first one waits until the ledger has the batch as recorded. Raises
+        FencedError if another trainer took over, and the errors of `record` and of a publication that failed.
         """
         self._end_step()
         self._num_checks += 1
@@ -264,6 +265,8 @@ class RankZero:
 
     def close(self) -> None:
         """May be called twice."""
+        if self._recording is not None:  # an error came before the first optimizer step
+            wait([self._recording], _CLOSE_SECONDS)
         self._prefetch.close()
         self._stack.close()
 

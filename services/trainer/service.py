@@ -17,6 +17,7 @@ from typing import Literal, NoReturn
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
+from tandem.protos.manifest import algorithm_of_backend
 from tandem.protos.store_source import StoreSource
 from tandem.protos.types import StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
@@ -165,7 +166,7 @@ class Trainer:
             own = groups_of_rank(batch, self.learner.rank)
             groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
             result = self.learn(self.learner.prepare(batch, groups))
-            digest = self.sender.digest()
+            digest = self.sender.digest(algorithm_of_backend(self.recipe.weights.backend))
             trained = TrainedBatch(batch, groups, result, self.clock.lap(), time.time())
             if self.rank_zero:
                 self.rank_zero.write_line(trained, {"replayed": True, "weights_digest": digest})
@@ -214,7 +215,7 @@ class Trainer:
         return result
 
     def check_incarnation(self) -> None:
-        """Raises on rank 0 if another trainer took over. Called before every optimizer step, which needs all ranks."""
+        """Raises on rank 0 if another trainer took over. Called before every optimizer step."""
         if self.rank_zero:
             self.rank_zero.check()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.bucket_digest import DIGEST_BYTES
-from tandem.protos.manifest import DIGEST_FORMATS, digest_algorithm
+from tandem.protos.manifest import DIGEST_FORMATS, algorithm_of_digest
 from tandem.protos.types import DigestAlgorithm
 from tandem.protos.weight_group import begin_digest
 
@@ -59,11 +59,11 @@ def test_a_digest_has_the_value_of_its_format(algorithm: DigestAlgorithm, begin:
     words = ((numbers * -7046029254386353131) ^ (numbers << 40)).view(torch.uint8)
     assert digest_of(words, algorithm).hex() == expected, "a replay compares digests that runs have written"
     assert DIGEST_FORMATS[algorithm] == begin, "another definition is another format"
-    assert digest_algorithm(begin + expected) == algorithm
+    assert algorithm_of_digest(begin + expected) == algorithm
 
 
 def test_the_digest_of_another_release_has_no_algorithm() -> None:
-    assert digest_algorithm("1:00") is None and digest_algorithm("00ff") is None and digest_algorithm("") is None
+    assert [algorithm_of_digest(digest) for digest in ("1:00", "00ff", "")] == [None] * 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.protos.errors import DataError
-from tandem.protos.manifest import decode_manifest, encode_manifest, weights_digest, with_base
+from tandem.protos.manifest import DIGEST_FORMATS, decode_manifest, encode_manifest, weights_digest, with_base
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.base_weights import checkpoint_shapes
@@ -168,9 +168,21 @@ def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, t
     pair.catch_up(sender=again, brings_base=False)
 
 
+@pytest.mark.parametrize("brings_base", [False, True])
+def test_a_late_joiner_checks_the_digests_of_a_run_on_gpus(model: Path, brings_base: bool) -> None:
+    policy = AdapterPolicy(model)
+    policy.step()
+    pair = AdapterPair(policy, None if brings_base else model, model)
+    sender = pair.sender
+    sender.close()
+    assert sender.digest("xxh3").startswith("3:"), "the base had other digests before"
+    sender.broadcast(sender.manifest(1, 0, "nccl"), TIMEOUT)  # to nobody
+    assert pair.catch_up(brings_base=brings_base).digest_algorithm == "sums"
+
+
 def test_a_base_has_the_digests_of_the_versions_algorithm(model: Path) -> None:
     sender = make_sender(AdapterPolicy(model))
-    known = {name: sender.digest(name) for name in ("sums", "xxh3")}
+    known = {name: sender.digest(name) for name in DIGEST_FORMATS}
     in_host_memory, in_gpu_memory = (sender.manifest(1, 0, backend) for backend in ("gloo", "nccl"))
     assert (in_host_memory.digest_algorithm, in_gpu_memory.digest_algorithm) == ("xxh3", "sums")
     assert in_host_memory.adapters != in_gpu_memory.adapters

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import numpy as np
@@ -111,6 +111,7 @@ def manifests() -> list[bytes]:
         for location in ("", "/etc", *PATHS, "[]", "x" * 5000)
     ]
     made += [WeightManifest(1, version, "gloo", ()) for version in (0, 1, 2)] * 10
+    made += [replace(one, digest_algorithm="sums") for one in made[:4]]
     encoded = [encode_manifest(one) for one in made]
     bad = [b'{"schema_version": 9}', b"[" * 100_000, b"9" * 5000, b'{"schema_version": 2}', b"null"]
     for name, value in (("policy_version", 2**70), ("incarnation", "x"), ("buckets", [{}]), ("adapters", {"base": 3})):
