@@ -45,9 +45,9 @@ def test_a_server_answers_calls_and_one_that_ends_costs_an_attempt_and_leaves_no
             assert [*pool.unsafe_tools] == ["pay"], "its annotation says that it is destructive"
             assert pool.tools[0]["function"]["description"] == "Tells the code of a name, which nobody else knows."
             first, second = await asyncio.gather(reset(pool, "one"), reset(pool, "two"))
-            calls = [call("code", name="a"), call("code", name="a", times=2), call("code"), call("greet")]
+            calls = [call("code", name="a"), call("code", name="b", times=2), call("code"), call("greet")]
             once, twice, missing, greeting = await step(first, calls)
-            assert twice == 2 * (tmp_path / "a").read_text() and twice != 2 * once, "only the tool knows the code"
+            assert [once, twice] == [(tmp_path / "a").read_text(), 2 * (tmp_path / "b").read_text()]
             assert missing == "error: bad_arguments: 'name' is a required property" and greeting == "hello"
             assert (await step(second, [call("fail", how="raise")]))[0].startswith("error: exception: ")
             late = await step(second, [call("fail", how="hang"), call("greet")], 2.0)
