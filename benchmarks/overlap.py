@@ -76,7 +76,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "fixed": Workload(5, 14, "answers", "kl.loss.coefficient = 0.001"),
+    "fixed": Workload(5, 12, "answers", "kl.loss.coefficient = 0.001"),
     "lognormal": Workload(10, 4, "groups", "epochs_per_batch = 2"),
 }
 
