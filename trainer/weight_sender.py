@@ -197,7 +197,7 @@ class WeightSender:
                     copy_to_bucket(spec, tensors, buffers[-1])
         return tuple(buffers)
 
-    def digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
+    def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
         manifest = self._digested_by(algorithm, WeightManifest(0, 0, "gloo", self._buckets))
         filled = self._filled(manifest.buckets, self._gather, _CPU)

@@ -48,6 +48,7 @@ def test_a_server_answers_calls_and_one_that_ends_costs_an_attempt_and_leaves_no
             calls = [call("code", name="a"), call("code", name="b", times=2), call("code"), call("greet")]
             once, twice, missing, greeting = await step(first, calls)
             assert [once, twice] == [(tmp_path / "a").read_text(), 2 * (tmp_path / "b").read_text()]
+            assert twice != 2 * once, "only the tool knows the code"
             assert missing == "error: bad_arguments: 'name' is a required property" and greeting == "hello"
             assert (await step(second, [call("fail", how="raise")]))[0].startswith("error: exception: ")
             late = await step(second, [call("fail", how="hang"), call("greet")], 2.0)

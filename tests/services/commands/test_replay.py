@@ -111,15 +111,14 @@ def test_every_version_is_compared_by_the_algorithm_of_its_digest(
     learner, sender = make_learner(trained)
     with closing(learner):
         learner.load(list_checkpoints(copied / CHECKPOINTS_FOLDER)[-1][2])
-        last, digests = sender.digest("xxh3"), {name: sender.digest(name) for name in ("sums", "xxh3")}
-    assert digests["xxh3"] == last and digests["sums"].startswith("2:")
+        last, other = sender.digest("xxh3"), sender.digest("sums")
     metrics = copied / "metrics.jsonl"
     written = metrics.read_text()
     assert last in written
-    metrics.write_text(written.replace(last, digests["sums"]))
+    metrics.write_text(written.replace(last, other))
     assert replay.main(copied) == 0
     assert "3 versions compared: equal bit for bit" in capsys.readouterr().out
-    metrics.write_text(written.replace(last, digests["sums"][:-1] + "x"))
+    metrics.write_text(written.replace(last, other[:-1] + "x"))
     assert replay.main(copied) == 1
     assert "version 3 differs" in capsys.readouterr().out
 
