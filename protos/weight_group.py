@@ -100,14 +100,12 @@ def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
 def fill_bucket(
     spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor, algorithm: DigestAlgorithm
 ) -> str:
-    """Copies the tensors of a bucket into its buffer and appends the digest. Returns the digest in hex."""
-    copy_to_bucket(spec, tensors, buffer)
-    return append_digest(spec, buffer, begin_digest(buffer[: spec.num_bytes], algorithm))
+    """Copies the tensors of a bucket into its buffer and appends the digest. Returns the digest in hex.
 
-
-def copy_to_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copies the tensors of a bucket into its buffer. Its digest is still to be appended."""
+    In host memory the digest reads each tensor right after it was copied, while it is in the processor's cache.
+    """
     data = buffer[: spec.num_bytes]
+    digest = begin_digest(data, algorithm)
     end = 0
     for tensor in spec.tensors:
         data[end : tensor.offset] = 0  # alignment gaps must be equal in all runs
@@ -119,11 +117,9 @@ def copy_to_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer
                 f"manifest says {tensor.dtype} {tensor.shape}"
             )
         _view(tensor, data).copy_(value)
+        if data.device.type == "cpu":
+            digest.advance(end)
     data[end:] = 0
-
-
-def append_digest(spec: BucketSpec, buffer: torch.Tensor, digest: BucketDigest) -> str:
-    """Finishes the digest of a filled bucket, appends it to the bucket's bytes, and returns it in hex."""
     found = digest.finish()
     buffer[spec.num_bytes :] = torch.frombuffer(bytearray(found), dtype=torch.uint8).to(buffer.device)
     return found.hex()
@@ -243,7 +239,7 @@ class WeightGroup:
         self, buffer: torch.Tensor, timeout_seconds: float, each_part: Callable[[int], None] | None = None
     ) -> None:
         """Sends (rank 0) or receives (other ranks) one buffer in place. Over gloo, `each_part` is called with the end
-        of each part, in bytes, when it has arrived, and on rank 0 before it is sent, while others are on their way.
+        of each part, in bytes, when it has arrived, while others are on their way.
 
         Raises WeightTransferError, after which the group cannot be used.
         """

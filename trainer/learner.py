@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +22,12 @@ from tandem.protos.manifest import ParameterSpec
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.batch.columns import BatchColumns, compute_columns, needs_every_step
+from tandem.trainer.batch.columns import compute_columns, needs_every_step, needs_proximal
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch
-from tandem.trainer.batch.prepared import MicroBatches, PreparedBatch
+from tandem.trainer.batch.prepared import BatchStart, MicroBatches, PreparedBatch
 from tandem.trainer.batch.ragged import row_means
-from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
+from tandem.trainer.batch.rewards import learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
 from tandem.trainer.checkpoints.state import prune_checkpoints
@@ -112,7 +112,14 @@ class Learner(Rank):
 
     def prepare(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> PreparedBatch:
         """The batch in the form that `train` takes. Another thread may call it while a batch is trained."""
-        return PreparedBatch.of(batch, groups, rank=self.rank, device=self.device)
+        prepared = PreparedBatch.of(batch, groups, rank=self.rank, device=self.device)
+        steps, config = prepared.steps, self._config
+        if steps is None or self.world_size > 1 or config.needs_reference or config.needs_critic:
+            return prepared
+        if not needs_proximal(config, len(steps)):
+            with suppress(DataError):  # `train` tries again and raises it
+                prepared.start = self._start(prepared, steps)
+        return prepared
 
     def train(self, prepared: PreparedBatch, before_step: Callable[[], None] = lambda: None) -> StepResult:
         """Takes the batch's optimizer steps. `before_step` is called before each of them and prevents the step if it
@@ -128,39 +135,21 @@ class Learner(Rank):
         rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
         warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
-        start = compute_columns(
-            layout,
-            steps,
-            self._config,
-            policy=self._engine,
-            reference=self._reference,
-            critic=self._critic,
-            device=self.device,
-        )
+        start = prepared.start or self._start(prepared, steps)
         forward_seconds = time.monotonic() - began
-        targets = learning_targets(
-            layout,
-            batch.headers,
-            start,
-            self._config,
-            components=self._components(prepared.groups),
-            reward_kl_coefficient=self._coefficients.reward,
-            max_response_tokens=self._max_response_tokens,
-            seed=self._batch_seed(batch),
-        )
-        objective = self._objective(batch, layout, start, targets, len(steps))
+        objective = self._objective(batch, layout, start, len(steps))
         norms, critic_norms = self._take_steps(objective, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
         figures = objective.sums.reduce(self._config.epochs_per_batch)
         metrics = {
             **figures,
-            **targets.figures,
+            **start.targets.figures,
             "loss": figures["loss"] / len(steps),
             "grad_norm": _mean(norms),
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),
             **prepared.packing,
-            **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
+            **self._adapt_kl(figures, start.targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
         }
@@ -169,8 +158,7 @@ class Learner(Rank):
             metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": skipped}
         # JSON holds no other values; `skipped_steps` already reports gradients that are not finite.
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        advantages = _mean_advantages(layout, targets.advantages_N)
-        return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, advantages)
+        return StepResult(batch.policy_version, self.optimizer_step, bool(norms), metrics, start.mean_advantages)
 
     def _micro_batches(self, prepared: PreparedBatch) -> MicroBatches:
         steps: MicroBatches = ()
@@ -184,14 +172,35 @@ class Learner(Rank):
             raise failure or DataError(other)
         return steps
 
-    def _objective(
-        self, batch: TrainBatch, layout: BatchLayout, start: BatchColumns, targets: Targets, num_steps: int
-    ) -> BatchObjective:
+    def _start(self, prepared: PreparedBatch, steps: MicroBatches) -> BatchStart:
+        layout = prepared.layout
+        columns = compute_columns(
+            layout,
+            steps,
+            self._config,
+            policy=self._engine,
+            reference=self._reference,
+            critic=self._critic,
+            device=self.device,
+        )
+        targets = learning_targets(
+            layout,
+            prepared.batch.headers,
+            columns,
+            self._config,
+            components=self._components(prepared.groups),
+            reward_kl_coefficient=self._coefficients.reward,
+            max_response_tokens=self._max_response_tokens,
+            seed=self._batch_seed(prepared.batch),
+        )
+        return BatchStart(columns, targets, _mean_advantages(layout, targets.advantages_N))
+
+    def _objective(self, batch: TrainBatch, layout: BatchLayout, start: BatchStart, num_steps: int) -> BatchObjective:
         return BatchObjective(
             self._config,
             layout,
-            start,
-            targets,
+            start.columns,
+            start.targets,
             policy_version=batch.policy_version,
             num_steps=num_steps,
             num_epochs=self._config.epochs_per_batch,
@@ -310,6 +319,11 @@ class Learner(Rank):
         """The adapters if samplers receive only them; None if they receive all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
+
+    @property
+    def holds_whole_weights(self) -> bool:
+        """Whether another thread may `gather` while a batch is trained, up to its first optimizer step."""
+        return self._engine.holds_whole_weights
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """Specs of every parameter, tied ones once; the same on all ranks."""

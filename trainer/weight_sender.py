@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem.protos.bucket_delta import encode_delta
-from tandem.protos.bucket_digest import BucketDigest
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import (
     ParameterSpec,
@@ -33,12 +32,10 @@ from tandem.protos.store_source import StoreSource
 from tandem.protos.types import AdapterSpec, BucketSpec, DigestAlgorithm, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     WeightGroup,
-    append_digest,
-    begin_digest,
     bucket_tensors,
-    copy_to_bucket,
     empty_bucket,
     export_cuda_bucket,
+    fill_bucket,
 )
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import Gather
@@ -67,8 +64,8 @@ class WeightCopy:
     buffers: tuple[torch.Tensor, ...]
 
 
-WeightSnapshot = Sequence[torch.Tensor]
-"""The buckets of one version in host memory, without digests; none on ranks other than 0."""
+WeightSnapshot = Sequence[tuple[BucketSpec, torch.Tensor]]
+"""The buckets of one version in host memory, with digests; none on ranks other than 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +152,11 @@ class WeightSender:
         manifest = replace(manifest, digest_algorithm=algorithm)
         if self._adapters is None or not manifest.buckets:
             return manifest
-        if self._base_buffers is None:  # for samplers that lack the base
-            held = self._filled(self._base, self._adapters.gather_base, _CPU)
-            self._base_buffers = tuple(buffer for _, buffer in held)
-        if self._source.rank == 0 and self._base_algorithm != algorithm:
-            held = zip(self._base, self._base_buffers, strict=True)
-            self._base = tuple(_with_digest(*filled, algorithm) for filled in held)
+        if self._base_algorithm != algorithm:  # for samplers that lack the base
+            filled = tuple(self._filled(self._base, self._adapters.gather_base, _CPU, algorithm))
+            if self._source.rank == 0:
+                self._base = tuple(spec for spec, _ in filled)
+                self._base_buffers = tuple(buffer for _, buffer in filled)
             self._base_algorithm = algorithm
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
@@ -188,20 +184,13 @@ class WeightSender:
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
-        """All ranks: copies every bucket into host memory of rank 0, without its digest."""
-        buffers: list[torch.Tensor] = []
-        for spec in manifest.buckets:
-            with self._gather([tensor.name for tensor in spec.tensors]) as tensors:
-                if self._source.rank == 0:
-                    buffers.append(empty_bucket(spec, _CPU))
-                    copy_to_bucket(spec, tensors, buffers[-1])
-        return tuple(buffers)
+        """All ranks: copies every bucket into host memory of rank 0."""
+        return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm))
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
         manifest = self._digested_by(algorithm, WeightManifest(0, 0, "gloo", self._buckets))
-        filled = self._filled(manifest.buckets, self._gather, _CPU)
-        buckets = tuple(_with_digest(*each, algorithm) for each in filled)
+        buckets = tuple(spec for spec, _ in self._filled(manifest.buckets, self._gather, _CPU, algorithm))
         return weights_digest(replace(manifest, buckets=buckets)) if self._source.rank == 0 else ""
 
     def broadcast(
@@ -221,16 +210,14 @@ class WeightSender:
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
-        filled: Iterable[tuple[BucketSpec, torch.Tensor]]
+        filled: Iterable[tuple[BucketSpec, torch.Tensor]] = snapshot or ()
         if snapshot is None:
-            filled = self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU)
-        else:
-            filled = zip(manifest.buckets, snapshot, strict=True)
+            device = self._device if on_gpu else _CPU
+            filled = self._filled(manifest.buckets, self._gather, device, manifest.digest_algorithm)
         for spec, buffer in filled:
-            digest = begin_digest(buffer[: spec.num_bytes], manifest.digest_algorithm)
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
-                    self._send(self._group, manifest, len(buffers), buffer, digest, deadline)
+                    self._send(self._group, manifest, len(buffers), buffer, deadline)
                 except WeightTransferError as error:
                     self.close()
                     fault = error
@@ -238,7 +225,7 @@ class WeightSender:
                 self.sent_bytes += len(buffer)
             if exported:
                 self._exported.append(buffer)
-            specs.append(replace(spec, digest=append_digest(spec, buffer, digest)))
+            specs.append(spec)
             buffers.append(_in_host_memory(buffer))
         if self._source.rank != 0:
             return manifest
@@ -257,50 +244,32 @@ class WeightSender:
         return sent
 
     def _send(
-        self,
-        group: WeightGroup,
-        manifest: WeightManifest,
-        number: int,
-        buffer: torch.Tensor,
-        digest: BucketDigest,
-        deadline: float,
+        self, group: WeightGroup, manifest: WeightManifest, number: int, buffer: torch.Tensor, deadline: float
     ) -> None:
-        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller. Over gloo the
-        digest of a whole bucket is computed while parts of it are on their way.
-        """
+        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller."""
         spec, message = manifest.buckets[number], buffer
         if manifest.base is not None:
             assert manifest.base == self.base, "the samplers hold the copy"
-            append_digest(spec, buffer, digest)
             started = time.perf_counter()
             held = self.copy.buffers[number][: spec.num_bytes].numpy()
             delta = encode_delta(spec, held, buffer[: spec.num_bytes].numpy())
             if delta is not None:
                 message = torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]])
             self.encode_seconds += time.perf_counter() - started
-        elif group.address.backend != "gloo":
-            append_digest(spec, buffer, digest)
-
-        def digest_part(end: int) -> None:
-            digest.advance(end)
-            if end > spec.num_bytes:  # the digest itself is sent next
-                append_digest(spec, buffer, digest)
-
-        part = digest_part if message is buffer else None
-        _send_message(group, message, manifest, deadline - time.monotonic(), part)
+        _send_message(group, message, manifest, deadline - time.monotonic())
         self.sent_bytes += len(message)
 
     def _filled(
-        self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device
+        self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device, algorithm: DigestAlgorithm
     ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
-        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket, without its digest."""
+        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket with its digest."""
         for spec in buckets:
             with gather([tensor.name for tensor in spec.tensors]) as tensors:
                 if self._source.rank != 0:
                     continue
                 buffer = empty_bucket(spec, device)
-                copy_to_bucket(spec, tensors, buffer)
-            yield spec, buffer
+                digest = fill_bucket(spec, tensors, buffer, algorithm)
+            yield replace(spec, digest=digest), buffer
 
     def release(self) -> None:
         """Rank 0: frees the GPU memory shared by `ipc`, once every sampler has answered or was left out."""
@@ -373,17 +342,11 @@ def _send_message(
     message: torch.Tensor,
     manifest: WeightManifest,
     timeout_seconds: float,
-    each_part: Callable[[int], None] | None = None,
 ) -> None:
     seconds = max(timeout_seconds, 0.001)
     if manifest.encoding == "delta":
         group.broadcast_size(len(message), seconds)
-    group.broadcast(message, seconds, each_part)
-
-
-def _with_digest(spec: BucketSpec, buffer: torch.Tensor, algorithm: DigestAlgorithm) -> BucketSpec:
-    """Appends the digest to a filled bucket, and returns the spec with it."""
-    return replace(spec, digest=append_digest(spec, buffer, begin_digest(buffer[: spec.num_bytes], algorithm)))
+    group.broadcast(message, seconds)
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.process import in_thread
+from tandem.services.process import SerialExecutor
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import write_record
@@ -53,6 +53,7 @@ class Prefetch:
         self._incarnation = incarnation
         self._closed = threading.Event()
         self._is_last = threading.Event()
+        self._thread = SerialExecutor("prefetch")
         self._running: Future[RecordedBatch | None] | None = None
 
     def next_batch(self, version: int, seconds: float) -> RecordedBatch | None:
@@ -62,13 +63,13 @@ class Prefetch:
         if self._running is None:
             if self.is_ending:
                 return None
-            self._running = in_thread("prefetch", self._record_next, version)
+            self._running = self._thread.submit(self._record_next, version)
         if not wait([self._running], seconds).done:
             return None
         ended, self._running = self._running, None
         recorded = ended.result()
         if recorded is not None and version + 1 < self._recipe.run.total_batches and not self.is_ending:
-            self._running = in_thread("prefetch", self._record_next, version + 1)
+            self._running = self._thread.submit(self._record_next, version + 1)
         return recorded
 
     @property
@@ -90,6 +91,7 @@ class Prefetch:
         self._closed.set()
         if self._running is not None:
             wait([self._running], _CLOSE_SECONDS)
+        self._thread.close()
 
     def _record_next(self, version: int) -> RecordedBatch | None:
         batch = None

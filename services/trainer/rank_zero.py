@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from tandem.services.config.eval_sets import EvalSet
 from tandem.services.metrics.page import Sources
 from tandem.services.metrics.tracing import Step, add_spans
 from tandem.services.metrics.trackers import open_trackers
-from tandem.services.process import in_thread
+from tandem.services.process import SerialExecutor
 from tandem.services.run.best_version import keep_best, reason_to_stop
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.json_files import Line
@@ -66,8 +66,8 @@ class RankZero:
     """Connects the trainer to the ledger and the samplers. Only the loop's thread calls its public methods.
 
     Threads work beside the loop: one claims, records and prepares the next batch (`Prefetch`), one enters the batch
-    that trains in the ledger (`record`), and one publishes the version that was trained last and writes its line
-    (`publish`).
+    that trains in the ledger (`record`), and one copies and publishes the version that was trained last and writes its
+    line (`publish`). The first optimizer step waits for the ledger and for the copy (`check`).
 
     The constructor takes the run over: it begins a new incarnation, which fences every earlier trainer.
     """
@@ -91,6 +91,7 @@ class RankZero:
         self._waiting_since: float | None = None
         """Monotonic time at which the loop began to wait for scored groups; None while it works."""
         self._recording: Future[None] | None = None
+        self._copying: Future[WeightSnapshot] | None = None
         self._publisher: Publisher | None = None
         self._publishing: Future[None] | None = None
         self._publishing_since = 0.0
@@ -101,6 +102,9 @@ class RankZero:
         """Of what was done before, by its kind: how long one takes says nothing about the others."""
         self._num_checks = 0
         with ExitStack() as stack:
+            self._ledger_thread, self._publish_thread = SerialExecutor("record"), SerialExecutor("publish")
+            stack.callback(self._ledger_thread.close)
+            stack.callback(self._publish_thread.close)
             self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
             stack.callback(self._metrics.close)
             info = ServiceInfo("trainer", self._figures, self._doing_now, buffer, lambda: self._version)
@@ -144,8 +148,9 @@ class RankZero:
         return {"do": "end" if self._prefetch.exhausted else "wait"}, None
 
     def check(self) -> None:
-        """Called before every optimizer step. The first one waits until the ledger has the batch as recorded. Raises
-        FencedError if another trainer took over, and the errors of `record` and of a publication that failed.
+        """Called before every optimizer step. The first one waits until the ledger has the batch as recorded, and the
+        weights of the version before are copied. Raises FencedError if another trainer took over, and the errors of
+        `record` and of a publication that failed.
         """
         self._end_step()
         self._num_checks += 1
@@ -153,32 +158,40 @@ class RankZero:
         if self._recording is not None:
             recording, self._recording = self._recording, None
             recording.result()  # it ends, because every call of Redis has a deadline
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.result()  # in memory
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch) -> None:
         """Begins to remove the payloads of a recorded batch from the ledger; `check` waits for the end."""
         arguments = self.incarnation, batch.policy_version, batch.group_ids
-        self._recording = in_thread("record", self._buffer.record, *arguments)
+        self._recording = self._ledger_thread.submit(self._buffer.record, *arguments)
 
     def publish(
         self,
         sender: WeightSender,
         manifest: WeightManifest,
-        snapshot: WeightSnapshot | None,
+        take_snapshot: Callable[[], WeightSnapshot] | None,
         trained: TrainedBatch | None,
     ) -> None:
-        """Begins to send a version to the samplers, to retire the credits of what was trained for it, and to write its
-        line, if it has one; `published` waits for the end. Without a snapshot the version is sent when this returns.
+        """Begins to copy a version and to send it to the samplers, to retire the credits of what was trained for it,
+        and to write its line, if it has one; `published` waits for the end. Without `take_snapshot`, which is called in
+        a thread, the version is sent when this returns.
         """
         assert self._publishing is None, "versions reach the samplers one after the other"
         if self._publisher is None:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
             self._stack.callback(self._publisher.close)
             self._stack.callback(self._end_publishing)
-        # Without a snapshot all ranks take part.
         self._publishing_since = time.monotonic()
-        sent = self._publisher.publish(manifest, group_ids=_group_ids(trained)) if snapshot is None else None
-        self._publishing = in_thread("publish", self._publish, self._publisher, manifest, snapshot, sent, trained)
+        sent = None
+        if take_snapshot is None:  # all ranks take part
+            sent = self._publisher.publish(manifest, group_ids=_group_ids(trained))
+        else:
+            self._copying = self._publish_thread.submit(take_snapshot)
+        arguments = self._publisher, manifest, self._copying, sent, trained
+        self._publishing = self._publish_thread.submit(self._publish, *arguments)
 
     def published(self) -> bool:
         """Waits some seconds for the version that is being published, if there is one, and returns whether it is over.
@@ -300,11 +313,12 @@ class RankZero:
         self,
         publisher: Publisher,
         manifest: WeightManifest,
-        snapshot: WeightSnapshot | None,
+        copying: Future[WeightSnapshot] | None,
         sent: Publication | None,
         trained: TrainedBatch | None,
     ) -> None:
         """Publishes a version, unless it was sent already, and writes its spans and its line."""
+        snapshot = copying.result() if copying else None  # over, because one thread makes both calls
         publication = sent or publisher.publish(manifest, snapshot, _group_ids(trained))
         self._version = manifest.policy_version
         if trained is None:

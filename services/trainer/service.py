@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -41,7 +42,7 @@ from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.checkpoints.state import checkpoint_folder
 from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,8 @@ class Trainer:
 
     def publish(self, *, changed: bool, trained: TrainedBatch | None = None) -> None:
         """Publishes the version that was trained last from a copy of its weights, while the next one trains. What is
-        sent from a GPU's memory is published when this returns.
+        sent from a GPU's memory is published when this returns. Weights that every rank holds whole are copied in
+        a thread, before the next optimizer step.
         """
         weights = self.recipe.weights
         with self.clock.phase("publish"):
@@ -229,10 +231,14 @@ class Trainer:
             manifest = self.sender.manifest(
                 self.incarnation, self.version, weights.backend, changed=changed, location=location
             )
-            snapshot = self.sender.snapshot(manifest) if weights.sends_snapshots else None
+            take_snapshot: Callable[[], WeightSnapshot] | None = None
+            if weights.sends_snapshots:
+                take_snapshot = partial(self.sender.snapshot, manifest)
+                if not self.learner.holds_whole_weights:  # all ranks take part
+                    take_snapshot = partial(tuple, take_snapshot())
             if self.rank_zero:
-                self.rank_zero.publish(self.sender, manifest, snapshot, trained)
-            elif snapshot is None:
+                self.rank_zero.publish(self.sender, manifest, take_snapshot, trained)
+            elif take_snapshot is None:
                 self.sender.broadcast(manifest, weights.deadline_seconds)
 
     def wait_until_published(self) -> None:

@@ -31,6 +31,11 @@ class TrainingEngine(ABC):
     forward pass; the parameters themselves may be kept in a wider one.
     """
 
+    holds_whole_weights = False
+    """Whether every rank has all parameters, and only `step` and `load` change them. Another thread may then `gather`
+    during a forward or backward pass, without the other ranks.
+    """
+
     def __init__(self, module: nn.Module) -> None:
         """Records the parameter specs and dtype before the parameters are partitioned or widened."""
         self.module: Any = module

@@ -49,6 +49,19 @@ def needs_every_step(config: AlgorithmConfig) -> bool:
     )
 
 
+def needs_proximal(config: TrainerConfig, num_steps: int) -> bool:
+    """Whether the policy's log-probs before the first of an epoch's optimizer steps are required. With one step in all
+    they are the current ones and cost nothing.
+    """
+    correction = config.correction
+    return (
+        (num_steps * config.epochs_per_batch > 1 and correction.proximal == "recomputed")
+        or (correction.needs_whole_batch and correction.proximal != "bypassed")
+        or bool({"logprobs", "squared_probs"} & config.advantage.needs)
+        or config.kl.reward is not None
+    )
+
+
 @torch.no_grad()
 def compute_columns(
     layout: BatchLayout,
@@ -64,13 +77,6 @@ def compute_columns(
     call it. `finite_N` is always computed, because denominators depend on it.
     """
     correction, needs = config.correction, config.advantage.needs
-    # With one optimizer step, the proximal log-probs are the current ones and cost nothing.
-    needs_proximal = (
-        (len(steps) * config.epochs_per_batch > 1 and correction.proximal == "recomputed")
-        or (correction.needs_whole_batch and correction.proximal != "bypassed")
-        or bool({"logprobs", "squared_probs"} & needs)
-        or config.kl.reward is not None
-    )
     # For computations over more than one micro-batch.
     needs_behavior = needs_every_step(config) or correction.needs_whole_batch or config.advantage.weighs_tokens
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
@@ -79,7 +85,7 @@ def compute_columns(
         return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
 
     proximal_N = squared_probs_N = reference_N = None
-    if needs_proximal:
+    if needs_proximal(config, len(steps)):
         asked = "squared_probs" in needs
         outputs = {cell: loss_token_statistics(policy, one, squared_probs=asked) for cell, one in cells.items()}
         proximal_N = layout.gather({cell: one.logprobs_N for cell, one in outputs.items()}, device=device)

@@ -9,12 +9,24 @@ import torch
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrainBatch, TrajectoryGroup
-from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.columns import BatchColumns
+from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import packing_metrics
+from tandem.trainer.batch.rewards import Targets
 
 MicroBatches = Sequence[Sequence[MicroBatch]]
 """The micro-batches of each optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStart:
+    """What is known before a batch's first gradient."""
+
+    columns: BatchColumns
+    targets: Targets
+    mean_advantages: Mapping[TrajectoryKey, float]
+    """Of each trajectory that has loss tokens."""
 
 
 @dataclass(slots=True)
@@ -29,6 +41,8 @@ class PreparedBatch:
     """Metrics of how well the batch is packed."""
     rank: int
     device: torch.device
+    start: BatchStart | None = None
+    """None if it needs a model or another rank, or cannot be computed."""
     _steps: MicroBatches | DataError | None = None
 
     @classmethod
@@ -45,6 +59,11 @@ class PreparedBatch:
             except DataError as error:  # all ranks have to refuse the batch together
                 prepared._steps = error
         return prepared
+
+    @property
+    def steps(self) -> MicroBatches | None:
+        """The micro-batches, if this object holds them."""
+        return None if isinstance(self._steps, DataError) else self._steps
 
     def take_micro_batches(self) -> MicroBatches:
         """The micro-batches, which this object then no longer holds: their memory is for training only. Raises

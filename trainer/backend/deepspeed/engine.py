@@ -54,6 +54,7 @@ class DeepSpeedEngine(TrainingEngine):
     def __init__(self, config: TrainerConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(model)
         self._zero_stage = config.resolved_zero_stage
+        self.holds_whole_weights = self._zero_stage < 3
         self._has_frozen = self.num_trained < self.num_elements
         self.deepspeed: Any
         settings = _engine_config(config, self.num_elements, self.num_trained)
