@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.services.command_line import exit_code_of
-from tandem.services.process import Repeated
+from tandem.services.process import Repeated, SerialExecutor
 
 CODE = """
 import os
@@ -122,3 +122,26 @@ def test_a_call_that_fails_as_its_block_is_left_is_raised_there() -> None:
         assert entered.wait(10)
         repeated._ended.set()
         leave.set()
+
+
+def test_a_serial_executor_makes_calls_in_order_in_one_thread_and_gives_back_their_errors() -> None:
+    held, made = threading.Event(), []
+    executor = SerialExecutor("serial")
+
+    def call(number: int) -> str:
+        assert held.wait(10)
+        made.append(number)
+        if number == 1:
+            raise ZeroDivisionError
+        return threading.current_thread().name
+
+    futures = [executor.submit(call, number) for number in range(3)]
+    executor.close()
+    assert not any(future.done() for future in futures), "the caller goes on"
+    assert not futures[0].cancel()
+    thread = next(one for one in threading.enumerate() if one.name == "serial")
+    held.set()
+    assert isinstance(futures[1].exception(10), ZeroDivisionError)
+    assert (futures[0].result(10), futures[2].result(10), made) == ("serial", "serial", [0, 1, 2])
+    thread.join(10)
+    assert not thread.is_alive() and thread.daemon

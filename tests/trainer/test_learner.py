@@ -119,6 +119,27 @@ def test_a_batch_prepared_by_another_thread_while_the_one_before_it_is_trained_g
     assert equal(*ends)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [
+        ({}, True),
+        ({"epochs_per_batch": 2}, False),
+        ({"kl": {"loss": {"estimator": "k3", "coefficient": 0.1}}}, False),
+        ({"advantage": {"name": "gae"}}, False),
+    ],
+)
+def test_targets_are_computed_ahead_if_they_need_no_model(
+    make_learner: MakeLearner, settings: Settings, is_known: bool
+) -> None:
+    learner = make_learner(**settings)
+    prepared = learner.prepare(*make_batch([make_group(0)]))
+    assert (prepared.start is not None) == is_known
+    metrics = learner.train(prepared).metrics
+    prepared = learner.prepare(*make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])], policy_version=2))
+    assert prepared.start is None, "it is refused when it is trained"
+    assert metrics["advantage_abs_mean"] > 0
+
+
 def test_a_prepared_batch_holds_its_micro_batches_until_they_are_trained(make_learner: MakeLearner) -> None:
     learner = make_learner()
     prepared = learner.prepare(*make_batch([make_group(0)]))

@@ -41,6 +41,7 @@ from tandem.services.trainer.recovery import (
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import read_plan, record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
+from tandem.trainer.weight_sender import WeightSender
 from tests.support.redis_ring import SAMPLER, SCORER, losing_writes
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads, write_states
@@ -99,6 +100,8 @@ def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth:
         (Buffer, "record", "after", 3),
         (Learner, "prepare", "after", 3),
         (Learner, "train", "after", 3),
+        (WeightSender, "snapshot", "before", 3),
+        (WeightSender, "snapshot", "after", 3),
         (Buffer, "publish", "after", 4),  # the first call publishes version 0
         (RankZero, "write_line", "after", 2),
         (Learner, "save", "after", 1),

@@ -27,7 +27,7 @@ from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import recorded_versions
 from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_group
@@ -57,28 +57,53 @@ def test_a_waiting_trainer_answers_info_and_stops(tmp_path: Path, redis_url: str
     assert Orders(buffer.connection).ended() == ""
 
 
-def test_no_weight_changes_before_the_ledger_has_the_batch(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        (Buffer, "record", ["record", "step"] * 2),
+        (WeightSender, "snapshot", ["snapshot", "step", "snapshot", "step", "snapshot"]),  # the first is of version 0
+    ],
+)
+def test_no_weight_changes_before_the_ledger_has_the_batch_and_the_version_before_it_is_copied(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, expected: list[str]
 ) -> None:
     recipe = make_recipe(tmp_path, run={"total_batches": 2})
     put_scored(make_run(redis_url, recipe), different_rewards(2 * P))
     events: list[str] = []
-    record, step = Buffer.record, DeepSpeedEngine.step
+    original, step = getattr(owner, name), DeepSpeedEngine.step
 
-    def late_record(buffer: Buffer, *arguments: Any) -> None:
+    def late(*arguments: Any) -> Any:
         time.sleep(0.3)  # longer than forward and backward of the tiny model
-        record(buffer, *arguments)
-        events.append("ledger")
+        result = original(*arguments)
+        events.append(name)
+        return result
 
     def noted_step(engine: DeepSpeedEngine, learning_rate: float) -> float | None:
         events.append("step")
         return step(engine, learning_rate)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Buffer, "record", late_record)
+        patched.setattr(owner, name, late)
         patched.setattr(DeepSpeedEngine, "step", noted_step)
         assert train(recipe, redis_url)
-    assert events == ["ledger", "step"] * 2
+    assert events == expected
+
+
+@pytest.mark.parametrize(("stage", "thread"), [("auto", "publish"), (3, "MainThread")])
+def test_weights_are_copied_beside_the_next_batch_unless_ranks_share_them(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, stage: str | int, thread: str
+) -> None:
+    recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer={"zero_stage": stage})
+    put_scored(make_run(redis_url, recipe), different_rewards(2 * P))
+    original, threads = WeightSender.snapshot, []
+
+    def noted(self: WeightSender, manifest: WeightManifest) -> WeightSnapshot:
+        threads.append(threading.current_thread().name)
+        return original(self, manifest)
+
+    monkeypatch.setattr(WeightSender, "snapshot", noted)
+    assert train(recipe, redis_url)
+    assert threads == [thread] * 3
 
 
 def test_a_trainer_ends_with_its_run(tmp_path: Path, redis_url: str) -> None:
