@@ -2,13 +2,14 @@
 
     python benchmarks/weight_transfer.py [--rounds 5] [--output benchmarks/records/weight_transfer.json]
 
-Every rank is a process with one thread. `ours` is what a publication does once it has its snapshot: `WeightSender`
-computes the digests and sends the buckets, and each receiver's `StagedReceiver` stages them and checks the digests.
+Every rank is a process with one thread. `ours` is what a publication does once it has its snapshot, which contains the
+digests: `WeightSender` sends the buckets, and each receiver's `StagedReceiver` stages them and checks the digests.
 `unchecked` sends the same buckets along the same chain into memory that exists already, without digests. `raw` does
 that by torch.distributed's own broadcast. All three alternate; figures are medians over the rounds, ratios of raw
 seconds / our seconds, `share_of_checks` of what `ours` takes longer than `unchecked`. Bytes that left rank 0 are those
 its sockets had acknowledged (Linux's TCP_INFO). Fails if an `unchecked_ratio` is below `LEAST_RATIO`, or if rank 0
-sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets takes alone.
+sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets takes alone, and
+`snapshot_seconds` what a snapshot takes with each digest, and without one.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tandem.protos import weight_group  # noqa: E402
+from tandem.protos.bucket_digest import DIGEST_BYTES  # noqa: E402
 from tandem.protos.manifest import DIGEST_FORMATS, ParameterSpec, encode_manifest  # noqa: E402
 from tandem.protos.store_source import file_store  # noqa: E402
 from tandem.protos.types import WeightGroupAddress  # noqa: E402
@@ -77,8 +81,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     receivers = {str(count): _measure(count, arguments.rounds) for count in (1, 2, 4, 8)}
-    digest_seconds = _digest_seconds(arguments.rounds)
-    print("digests alone: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in digest_seconds.items()))
+    digest_seconds, snapshot_seconds = _seconds_of_digests(arguments.rounds)
+    for what, found in (("digests alone", digest_seconds), ("snapshot with digests", snapshot_seconds)):
+        print(f"{what}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.items()))
     for count, figures in receivers.items():
         print(f"{count} receivers: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
     record = {
@@ -89,6 +94,7 @@ def main() -> int:
         "least_ratio": LEAST_RATIO,
         "most_copies": MOST_COPIES,
         "digest_seconds": digest_seconds,
+        "snapshot_seconds": snapshot_seconds,
         "receivers": receivers,
     }
     if arguments.output is not None:
@@ -100,18 +106,46 @@ def main() -> int:
     return 0 if ratio >= LEAST_RATIO and copies <= MOST_COPIES else 1
 
 
-def _digest_seconds(rounds: int) -> dict[str, float]:
+class NoDigest:
+    """What a snapshot without digests computes."""
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+    def finish(self) -> bytes:
+        return bytes(DIGEST_BYTES)
+
+
+def _seconds_of_digests(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians: of each digest alone, and of a snapshot with each digest and without."""
     torch.set_num_threads(1)
     sender = WeightSender(Weights(), bucket_bytes=64 << 20)
     manifest = sender.manifest(1, 0, "gloo")
-    data = [buffer[: spec.num_bytes] for spec, buffer in zip(manifest.buckets, sender.snapshot(manifest), strict=True)]
-    seconds: dict[str, list[float]] = {name: [] for name in DIGEST_FORMATS}
+    data = [buffer[: spec.num_bytes] for spec, buffer in sender.snapshot(manifest)]
+    alone: dict[str, list[float]] = {name: [] for name in DIGEST_FORMATS}
+    snapshots: dict[str, list[float]] = {name: [] for name in (*DIGEST_FORMATS, "none")}
     for _ in range(rounds):
-        for name in DIGEST_FORMATS:
-            started = time.perf_counter()
-            for bucket in data:
-                begin_digest(bucket, name).finish()
-            seconds[name].append(time.perf_counter() - started)
+        for name, found in alone.items():
+            with _timed(found):
+                for bucket in data:
+                    begin_digest(bucket, name).finish()
+        for name, found in snapshots.items():
+            with ExitStack() as stack:
+                if name == "none":
+                    stack.enter_context(patch.object(weight_group, "begin_digest", lambda *_: NoDigest()))
+                with _timed(found):
+                    sender.snapshot(replace(manifest, digest_algorithm=name))
+    return _medians(alone), _medians(snapshots)
+
+
+@contextmanager
+def _timed(found: list[float]) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    found.append(time.perf_counter() - started)
+
+
+def _medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
@@ -138,7 +172,8 @@ def _run(rank: int, world_size: int, folder: str, rounds: int, results: Queue[di
     raw: Any = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/raw", world_size), rank, world_size)
     sender = WeightSender(Weights(), bucket_bytes=64 << 20, store=store)
     manifest = sender.manifest(1, 0, "gloo")
-    buffers = sender.snapshot(manifest)
+    snapshot = sender.snapshot(manifest)
+    buffers = [buffer for _, buffer in snapshot]
     receiver = StagedReceiver(CPU, 0, None, frozenset())
     if rank == 0:
         group = sender._group = WeightGroup(address, 0, CPU, SECONDS, store)
@@ -160,7 +195,7 @@ def _run(rank: int, world_size: int, folder: str, rounds: int, results: Queue[di
 
     def broadcast_ours() -> None:
         if rank == 0:
-            sender.broadcast(manifest, SECONDS, buffers)
+            sender.broadcast(manifest, SECONDS, snapshot)
             return
         receiver.start_receive(encode_manifest(manifest), address.group_name, SECONDS)
         _wait(receiver)
