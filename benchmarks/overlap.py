@@ -15,10 +15,11 @@ turn, `--repeats` times, and the medians give
 
 where nothing overlaps at S = 0, so that a batch's wait for scored groups is its generation time, and the rest its
 training time, as means. The first batches do not count, nor do the last S, for which everything was sampled before.
+If fewer tokens were sampled than trained, only that share of the steps counts: the others used up what had been sampled
+before. So a load that drifts after it was balanced gains nothing.
 
-The exit code is 1 if the speed-up or the efficiency at a budget is below `LEAST_SPEED_UP` or `LEAST_EFFICIENCY`, or if
-the load at the largest budget was above `MOST_LOAD_OF_RUNS`: then batches were trained that had been sampled before.
-The last lines name the requirement.
+The exit code is 1 if the speed-up or the efficiency at a budget is below `LEAST_SPEED_UP` or `LEAST_EFFICIENCY`. The
+last lines name the requirement.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ WARM_UP_BATCHES = 5
 BALANCE_BATCHES = 16
 LEAST_LOAD, WANTED_LOAD, MOST_LOAD = 0.93, 0.97, 1.0
 """The sampler's time for a token as a share of the trainer's, when the load is balanced."""
-MOST_LOAD_OF_RUNS = 1.05
 LEAST_SPEED_UP = {("fixed", 2): 1.9, ("lognormal", 4): 2.0}
 LEAST_EFFICIENCY = {("fixed", 2): 0.97, ("lognormal", 2): 0.97}
 RUN_DEADLINE_SECONDS = 900.0
@@ -114,9 +114,6 @@ def _missed(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             for row in results.get(shape, {"runs": []})["runs"]:
                 if row["staleness_budget"] == budget and row[figure] < least:
                     yield f"{shape}: the {figure} of S = {budget} is {row[figure]:.2f}, not {least}"
-    for shape, found in results.items():
-        if (load := found["runs"][-1]["sampler_load"]) > MOST_LOAD_OF_RUNS:
-            yield f"{shape}: the sampler took {load:.2f} of the trainer's time for a token at S = {BUDGETS[-1]}"
 
 
 def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str, Any]:
@@ -190,8 +187,11 @@ def _figures(lines: list[dict[str, Any]], budget: int) -> dict[str, float]:
     idle = steady[-1]["sampler_idle_seconds"] - before["sampler_idle_seconds"]
     sampled = steady[-1]["sampler_tokens"] - before["sampler_tokens"]
     trained = sum(line["num_loss_tokens"] for line in steady)
+    # At S = 0 they differ only by what samplers have not reported yet.
+    sampled_share = min(1.0, sampled / trained) if budget else 1.0
     return {
-        "steps_per_minute": 60.0 * len(steady) / seconds,
+        "steps_per_minute": 60.0 * len(steady) * sampled_share / seconds,
+        "sampled_share": sampled_share,
         "trainer_idle_fraction": waited / seconds,
         "sampler_idle_fraction": idle / (busy + idle) if busy + idle else 0.0,
         "sampler_load": busy / sampled * trained / (seconds - waited),
