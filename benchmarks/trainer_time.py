@@ -3,10 +3,13 @@
     python benchmarks/trainer_time.py [--workloads demo prompts] [--output benchmarks/records/trainer_time.json]
 
 The workloads are those of benchmarks/against_trl.py. Each is trained once with `tandem run`, and its metrics say how
-long a batch took in all, how long the trainer waited for it and for samplers that had not acknowledged a version, and
-how long the learner had it. Then a process trains the recorded batches again with the same learner, alone, and times
-forward with its loss, backward and step in it. A batch is what is left of its time without the waiting. The first
-batches and the last S + 1 do not count, and figures are medians. The exit code is 1 if a share is above `LIMIT`.
+long a batch took in all, how long the trainer waited for it and for samplers that had not acknowledged a version, how
+long the learner had it, and how long its optimizer steps waited for the ledger and for the copy of the version before
+(`waits_before_steps`, which is outside). Then a process trains the recorded batches again with the same learner, alone,
+and times forward with its loss, backward and step in it. A batch is what is left of its time without the waiting for
+groups and samplers. The thread that claims the next batch also prepares it, and what the trainer waits for that counts
+as waiting for groups. The first batches and the last S + 1 do not count, and figures are medians. The exit code is 1 if
+a share is above `LIMIT`.
 """
 
 from __future__ import annotations
@@ -68,10 +71,13 @@ def _measured(recipe: Recipe) -> dict[str, float]:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a process has one learner
         inside = pool.submit(_learner_share, resolved, versions).result(DEADLINE_SECONDS)
     batch = [line["seconds_total"] - line["seconds_claim"] - line["seconds_acknowledge"] for line in lines]
-    learner = [line["seconds_train"] + line["seconds_forward_proximal"] for line in lines]
+    waits = [line["seconds_before_step"] for line in lines]
+    learned = [line["seconds_train"] + line["seconds_forward_proximal"] for line in lines]
+    learner = [one - wait for one, wait in zip(learned, waits, strict=True)]
     held = statistics.median(one / whole for one, whole in zip(learner, batch, strict=True))
     return {
         "seconds_a_batch": round(statistics.median(batch), 4),
+        "waits_before_steps": round(statistics.median(waits), 4),
         "learner": round(held, 4),
         "forward_backward_step_of_learner": round(inside, 4),
         "outside": round(1 - held * inside, 4),

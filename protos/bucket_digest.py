@@ -1,5 +1,5 @@
-"""Digests of buckets, computed while the bytes arrive: `xxh3`, and what `sums`, which is in weight_group.py because it
-also works on a GPU, does in host memory.
+"""Digests of buckets, computed while the bytes arrive or are copied: `xxh3`, and what `sums`, which is in
+weight_group.py because it also works on a GPU, does in host memory.
 
 A digest detects faults (a truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the
 trusted network of the run.

@@ -41,7 +41,7 @@ _INTERRUPT_TAG = 1 << 20  # no bucket has so many parts
 
 
 def begin_digest(data: torch.Tensor, algorithm: DigestAlgorithm) -> BucketDigest:
-    """The digest of a flat uint8 tensor whose length is a multiple of 8 and whose bytes are still to arrive. `xxh3`
+    """The digest of a flat uint8 tensor whose length is a multiple of 8 and whose bytes are still to come. `xxh3`
     needs host memory.
     """
     return Xxh3Digest(data.numpy()) if algorithm == "xxh3" else SumsDigest(data)

@@ -113,10 +113,8 @@ def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> F
 
 
 class SerialExecutor:
-    """Runs calls one after the other in a daemon thread.
-
-    The caller goes on at once, while `in_thread` waits until its thread runs, which takes a millisecond on busy cores
-    (benchmarks/trainer_time.py).
+    """Runs calls one after the other in a daemon thread. The caller goes on at once, while that of `in_thread` waits
+    until the new thread runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -124,7 +122,7 @@ class SerialExecutor:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., Returned], *arguments: object) -> Future[Returned]:
-        """Cancelling the future does not end the call."""
+        """Queues the call. Cancelling its future does not end it."""
         future, run = _settling(call, arguments)
         self._calls.put(run)
         return future
@@ -142,7 +140,7 @@ class SerialExecutor:
 def _settling(
     call: Callable[..., Returned], arguments: Sequence[object]
 ) -> tuple[Future[Returned], Callable[[], None]]:
-    """A future, and what makes the call and puts its result or error into it."""
+    """A future, and a function that makes the call and settles the future."""
     future: Future[Returned] = Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 

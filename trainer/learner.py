@@ -136,7 +136,7 @@ class Learner(Rank):
         warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
         start = prepared.start or self._start(prepared, steps)
-        forward_seconds = time.monotonic() - began
+        forward_seconds = 0.0 if prepared.start else start.forward_seconds
         objective = self._objective(batch, layout, start, len(steps))
         norms, critic_norms = self._take_steps(objective, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
@@ -173,7 +173,7 @@ class Learner(Rank):
         return steps
 
     def _start(self, prepared: PreparedBatch, steps: MicroBatches) -> BatchStart:
-        layout = prepared.layout
+        layout, began = prepared.layout, time.monotonic()
         columns = compute_columns(
             layout,
             steps,
@@ -183,6 +183,7 @@ class Learner(Rank):
             critic=self._critic,
             device=self.device,
         )
+        seconds = time.monotonic() - began
         targets = learning_targets(
             layout,
             prepared.batch.headers,
@@ -193,7 +194,7 @@ class Learner(Rank):
             max_response_tokens=self._max_response_tokens,
             seed=self._batch_seed(prepared.batch),
         )
-        return BatchStart(columns, targets, _mean_advantages(layout, targets.advantages_N))
+        return BatchStart(columns, targets, _mean_advantages(layout, targets.advantages_N), seconds)
 
     def _objective(self, batch: TrainBatch, layout: BatchLayout, start: BatchStart, num_steps: int) -> BatchObjective:
         return BatchObjective(
@@ -321,9 +322,11 @@ class Learner(Rank):
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
 
     @property
-    def holds_whole_weights(self) -> bool:
-        """Whether another thread may `gather` while a batch is trained, up to its first optimizer step."""
-        return self._engine.holds_whole_weights
+    def gathers_in_threads(self) -> bool:
+        """Whether another thread may `gather` on one rank alone while a batch is trained, up to its first optimizer
+        step. On a GPU it would wait for the kernels of the batch.
+        """
+        return self._engine.holds_whole_weights and self.device.type == "cpu"
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """Specs of every parameter, tied ones once; the same on all ranks."""
@@ -331,7 +334,7 @@ class Learner(Rank):
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
         """The full tensors of these parameters, adapters merged; valid only inside the block. All ranks must call it
-        with the same names.
+        with the same names, unless `gathers_in_threads`.
         """
         return (self._engine if self._adapters is None else self._adapters).gather(names)
 

@@ -47,7 +47,9 @@ _CPU = torch.device("cpu")
 
 
 class WeightSource(Protocol):
-    """The learner's interface for the sender. `gather` is collective: every rank calls it with the same names."""
+    """The learner's interface for the sender. `gather` is collective, unless the learner says that its threads may call
+    it: every rank calls it with the same names.
+    """
 
     rank: int
 
@@ -152,12 +154,14 @@ class WeightSender:
         manifest = replace(manifest, digest_algorithm=algorithm)
         if self._adapters is None or not manifest.buckets:
             return manifest
-        if self._base_algorithm != algorithm:  # for samplers that lack the base
+        if self._base_buffers is None:  # for samplers that lack the base
             filled = tuple(self._filled(self._base, self._adapters.gather_base, _CPU, algorithm))
-            if self._source.rank == 0:
-                self._base = tuple(spec for spec, _ in filled)
-                self._base_buffers = tuple(buffer for _, buffer in filled)
-            self._base_algorithm = algorithm
+            self._base_buffers = tuple(buffer for _, buffer in filled)
+            self._base = tuple(spec for spec, _ in filled) or self._base
+        elif self._base_algorithm != algorithm:
+            held = tuple(zip(self._base, self._base_buffers, strict=False))  # none on ranks other than 0
+            self._base = tuple(_with_digest(*filled, algorithm) for filled in held) or self._base
+        self._base_algorithm = algorithm
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
 
@@ -184,7 +188,7 @@ class WeightSender:
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
-        """All ranks: copies every bucket into host memory of rank 0."""
+        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0."""
         return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm))
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
@@ -337,16 +341,16 @@ class WeightSender:
         return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
 
 
-def _send_message(
-    group: WeightGroup,
-    message: torch.Tensor,
-    manifest: WeightManifest,
-    timeout_seconds: float,
-) -> None:
+def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:
     seconds = max(timeout_seconds, 0.001)
     if manifest.encoding == "delta":
         group.broadcast_size(len(message), seconds)
     group.broadcast(message, seconds)
+
+
+def _with_digest(spec: BucketSpec, buffer: torch.Tensor, algorithm: DigestAlgorithm) -> BucketSpec:
+    """The spec of a filled bucket in host memory, whose digest is computed anew."""
+    return replace(spec, digest=fill_bucket(spec, dict(bucket_tensors(spec, buffer)), buffer, algorithm))
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,10 @@ _SKIPPED = (
     *("malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"),
     *("too_long", "duplicate", "contradiction"),
 )
-_PHASES = ("publish", "claim", "read", "record", "forward_proximal", "train", "acknowledge", "evaluate", "total")
+_PHASES = (
+    *("publish", "claim", "read", "record", "forward_proximal", "train", "before_step"),
+    *("acknowledge", "evaluate", "total"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,8 @@ METRICS: tuple[Metric, ...] = (
         "batch",
         "batch_phase_seconds",
         "seconds_*",
-        "Duration of a phase of the last batch; `total` is the whole batch.",
+        "Duration of a phase of the last batch; `total` is the whole batch. `before_step`, in which optimizer steps "
+        "wait for the ledger and for the copy of the version before, is part of `train`.",
         Label("phase", _PHASES),
     ),
     _gauge("batch", "batch_idle_seconds", "trainer_idle_seconds", "Time that the last batch was waited for."),

@@ -18,7 +18,7 @@ from tandem.services.run.progress import Line
 from tandem.trainer.off_policy.options import WEIGHT_EDGES
 
 _PHASES = {
-    "publish": ("copies the weights", "#16a34a"),
+    "publish": ("copies the weights or begins to", "#16a34a"),
     "claim": ("waits for scored groups", "#d4d4d8"),
     "read": ("reads the batch", "#a5b4fc"),
     "record": ("begins to record the batch", "#818cf8"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import psutil
@@ -185,12 +185,12 @@ class RankZero:
             self._stack.callback(self._publisher.close)
             self._stack.callback(self._end_publishing)
         self._publishing_since = time.monotonic()
-        sent = None
+        sent = copying = None
         if take_snapshot is None:  # all ranks take part
             sent = self._publisher.publish(manifest, group_ids=_group_ids(trained))
         else:
-            self._copying = self._publish_thread.submit(take_snapshot)
-        arguments = self._publisher, manifest, self._copying, sent, trained
+            copying = self._copying = self._publish_thread.submit(take_snapshot)
+        arguments = self._publisher, manifest, copying, sent, trained
         self._publishing = self._publish_thread.submit(self._publish, *arguments)
 
     def published(self) -> bool:
@@ -320,6 +320,7 @@ class RankZero:
         """Publishes a version, unless it was sent already, and writes its spans and its line."""
         snapshot = copying.result() if copying else None  # over, because one thread makes both calls
         publication = sent or publisher.publish(manifest, snapshot, _group_ids(trained))
+        publication = replace(publication, publication_seconds=time.monotonic() - self._publishing_since)
         self._version = manifest.policy_version
         if trained is None:
             return

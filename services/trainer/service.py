@@ -204,7 +204,7 @@ class Trainer:
         """Takes the optimizer steps of a recorded batch. Raises TrainingError if each of the last batches skipped a
         step of the policy or of the critic.
         """
-        result = self.learner.train(prepared, before_step=self.check_incarnation)
+        result = self.learner.train(prepared, before_step=self.before_step)
         self.version = prepared.batch.policy_version
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
@@ -215,15 +215,20 @@ class Trainer:
             )
         return result
 
+    def before_step(self) -> None:
+        """Waits on rank 0 for what comes before a change of the weights. The time is part of the learner's, too."""
+        with self.clock.phase("before_step"):
+            self.check_incarnation()
+
     def check_incarnation(self) -> None:
-        """Raises on rank 0 if another trainer took over. Called before every optimizer step."""
+        """Raises on rank 0 if another trainer took over."""
         if self.rank_zero:
             self.rank_zero.check()
 
     def publish(self, *, changed: bool, trained: TrainedBatch | None = None) -> None:
         """Publishes the version that was trained last from a copy of its weights, while the next one trains. What is
-        sent from a GPU's memory is published when this returns. Weights that every rank holds whole are copied in
-        a thread, before the next optimizer step.
+        sent from a GPU's memory is published when this returns. Weights that every rank holds whole, on a CPU, are
+        copied in a thread, before the next optimizer step.
         """
         weights = self.recipe.weights
         with self.clock.phase("publish"):
@@ -234,7 +239,7 @@ class Trainer:
             take_snapshot: Callable[[], WeightSnapshot] | None = None
             if weights.sends_snapshots:
                 take_snapshot = partial(self.sender.snapshot, manifest)
-                if not self.learner.holds_whole_weights:  # all ranks take part
+                if not self.learner.gathers_in_threads:  # all ranks take part, or a GPU is busy
                     take_snapshot = partial(tuple, take_snapshot())
             if self.rank_zero:
                 self.rank_zero.publish(self.sender, manifest, take_snapshot, trained)

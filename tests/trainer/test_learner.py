@@ -134,10 +134,17 @@ def test_targets_are_computed_ahead_if_they_need_no_model(
     learner = make_learner(**settings)
     prepared = learner.prepare(*make_batch([make_group(0)]))
     assert (prepared.start is not None) == is_known
-    metrics = learner.train(prepared).metrics
-    prepared = learner.prepare(*make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])], policy_version=2))
-    assert prepared.start is None, "it is refused when it is trained"
-    assert metrics["advantage_abs_mean"] > 0
+    result = learner.train(prepared)
+    refused = learner.prepare(*make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])], policy_version=2))
+    assert refused.start is None
+    with pytest.raises(DataError, match="a reward is not finite"):
+        learner.train(refused)
+    other = make_learner(**settings)
+    prepared = other.prepare(*make_batch([make_group(0)]))
+    prepared.start = None
+    assert other.train(prepared).advantages == result.advantages and equal(all_weights(other), all_weights(learner))
+    other.world_size = 2
+    assert other.prepare(*make_batch([make_group(0)])).start is None, "it has a part of the columns"
 
 
 def test_a_prepared_batch_holds_its_micro_batches_until_they_are_trained(make_learner: MakeLearner) -> None:
@@ -148,7 +155,7 @@ def test_a_prepared_batch_holds_its_micro_batches_until_they_are_trained(make_le
     assert held and all(one() is not None for one in held)
     learner.train(prepared)
     gc.collect()
-    assert all(one() is None for one in held), "snapshots and exports need the memory"
+    assert all(one() is None for one in held), "exports need the memory, and so do snapshots of partitioned weights"
 
 
 def without_first_prompt_token(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -27,6 +27,8 @@ class BatchStart:
     targets: Targets
     mean_advantages: Mapping[TrajectoryKey, float]
     """Of each trajectory that has loss tokens."""
+    forward_seconds: float
+    """What the columns took."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class PreparedBatch:
     rank: int
     device: torch.device
     start: BatchStart | None = None
-    """None if it needs a model or another rank, or cannot be computed."""
+    """None if it needs a model, another rank or a GPU, or cannot be computed."""
     _steps: MicroBatches | DataError | None = None
 
     @classmethod
