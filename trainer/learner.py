@@ -137,8 +137,8 @@ class Learner(Rank):
         began = time.monotonic()
         start = prepared.start or self._start(prepared, steps)
         forward_seconds = 0.0 if prepared.start else start.forward_seconds
-        objective = self._objective(batch, layout, start, len(steps))
-        norms, critic_norms = self._take_steps(objective, layout, steps, None if warms_up else rate, before_step)
+        objective = start.objective
+        norms, critic_norms = self._take_steps(start, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
         figures = objective.sums.reduce(self._config.epochs_per_batch)
         metrics = {
@@ -183,7 +183,7 @@ class Learner(Rank):
             critic=self._critic,
             device=self.device,
         )
-        seconds = time.monotonic() - began
+        forward_seconds = time.monotonic() - began
         targets = learning_targets(
             layout,
             prepared.batch.headers,
@@ -194,22 +194,23 @@ class Learner(Rank):
             max_response_tokens=self._max_response_tokens,
             seed=self._batch_seed(prepared.batch),
         )
-        return BatchStart(columns, targets, _mean_advantages(layout, targets.advantages_N), seconds)
-
-    def _objective(self, batch: TrainBatch, layout: BatchLayout, start: BatchStart, num_steps: int) -> BatchObjective:
-        return BatchObjective(
+        objective = BatchObjective(
             self._config,
             layout,
-            start.columns,
-            start.targets,
-            policy_version=batch.policy_version,
-            num_steps=num_steps,
+            columns,
+            targets,
+            policy_version=prepared.batch.policy_version,
+            num_steps=len(steps),
             num_epochs=self._config.epochs_per_batch,
             coefficients=self._coefficients,
             max_response_tokens=self._max_response_tokens,
-            seed=self._batch_seed(batch),
+            seed=self._batch_seed(prepared.batch),
             device=self.device,
             counts_whole_batch=self.rank == 0,
+        )
+        first_step = None if needs_every_step(self._config) else objective.begin_step(0, None)
+        return BatchStart(
+            targets, objective, first_step, _mean_advantages(layout, targets.advantages_N), forward_seconds
         )
 
     def _components(self, groups: Mapping[str, TrajectoryGroup]) -> dict[tuple[str, int], dict[str, float]]:
@@ -221,7 +222,7 @@ class Learner(Rank):
 
     def _take_steps(
         self,
-        objective: BatchObjective,
+        start: BatchStart,
         layout: BatchLayout,
         steps: Sequence[Sequence[MicroBatch]],
         rate: float | None,
@@ -232,7 +233,7 @@ class Learner(Rank):
         """
         norms: list[float | None] = []
         critic_norms: list[float | None] = []
-        every_step = needs_every_step(self._config)
+        objective, every_step = start.objective, needs_every_step(self._config)
         entropy = self._config.entropy_coefficient > 0
         for taken in range(objective.total_steps):
             step = taken % len(steps)
@@ -242,7 +243,8 @@ class Learner(Rank):
                 with torch.no_grad():
                     logprobs = [token_logprobs(self._engine, one) for one in micro_batches]
                 current_N = layout.gather({(step, n): one for n, one in enumerate(logprobs)}, device=self.device)
-            plan = objective.begin_step(taken, current_N)
+            first = start.first_step if taken == 0 else None
+            plan = first or objective.begin_step(taken, current_N)
             for number, micro_batch in enumerate(micro_batches):
                 if rate is not None:
                     outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)

@@ -39,7 +39,7 @@ _Part = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class StepColumns:
     """Columns of one optimizer step, (N,) on the CPU; only the values at the step's own tokens are defined."""
 
     number: int
@@ -83,7 +83,7 @@ class BatchObjective:
         """Optimizer steps of all epochs."""
         return self.num_steps * self.num_epochs
 
-    def begin_step(self, taken: int, current_N: Tensor | None) -> _Step:
+    def begin_step(self, taken: int, current_N: Tensor | None) -> StepColumns:
         """The columns shared by the micro-batches of the step after `taken` optimizer steps on this batch; `current_N`
         if `needs_every_step`.
         """
@@ -101,9 +101,9 @@ class BatchObjective:
         if self.start.finite_N is not None:
             keep_N &= self.start.finite_N
         chosen_N = self._choose(step, taken, keep_N, weights_N, current_N)
-        return _Step(step, taken, self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
+        return StepColumns(step, taken, self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
-    def policy_loss(self, plan: _Step, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
+    def policy_loss(self, plan: StepColumns, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
         """The part of micro-batch `number` in the step's loss; gradient flows through `outputs`."""
         part = self._part_of(plan, number)
         tokens, keep_M = self._loss_tokens(plan, part, batch, outputs.logprobs_N)
@@ -136,12 +136,14 @@ class BatchObjective:
         self.sums.add_marks(loss, marks, losses_K.numel())
         return loss
 
-    def _part_of(self, plan: _Step, number: int) -> _Part:
+    def _part_of(self, plan: StepColumns, number: int) -> _Part:
         """Takes a micro-batch's part of a column, on the device."""
         place = self.layout.place_of(plan.number, number)
         return lambda column_N: column_N[place].to(self.device)
 
-    def _loss_tokens(self, plan: _Step, part: _Part, batch: MicroBatch, current_M: Tensor) -> tuple[LossTokens, Tensor]:
+    def _loss_tokens(
+        self, plan: StepColumns, part: _Part, batch: MicroBatch, current_M: Tensor
+    ) -> tuple[LossTokens, Tensor]:
         """(the micro-batch's tokens, mask of the kept ones). Corrects them unless the whole batch was corrected."""
         correction, behavior_M = self.config.correction, batch.behavior_logprobs_N
         tokens, numerator_M = self._unweighted(
@@ -175,7 +177,7 @@ class BatchObjective:
         columns = current_N, proximal_N, behavior_N, part(self.targets.advantages_N)
         return LossTokens(*columns, torch.ones_like(behavior_N), lengths_B), numerator_N
 
-    def value_loss(self, plan: _Step, number: int, values_M: Tensor) -> Tensor:
+    def value_loss(self, plan: StepColumns, number: int, values_M: Tensor) -> Tensor:
         """The part of micro-batch `number` in the critic's loss; gradient flows through `values_M`."""
         assert self.targets.returns_N is not None and self.start.values_N is not None, "a critic comes with returns"
         part = self._part_of(plan, number)

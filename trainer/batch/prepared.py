@@ -9,11 +9,11 @@ import torch
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrainBatch, TrajectoryGroup
-from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import packing_metrics
 from tandem.trainer.batch.rewards import Targets
+from tandem.trainer.objective import BatchObjective, StepColumns
 
 MicroBatches = Sequence[Sequence[MicroBatch]]
 """The micro-batches of each optimizer step."""
@@ -23,8 +23,10 @@ MicroBatches = Sequence[Sequence[MicroBatch]]
 class BatchStart:
     """What is known before a batch's first gradient."""
 
-    columns: BatchColumns
     targets: Targets
+    objective: BatchObjective
+    first_step: StepColumns | None
+    """Of the first optimizer step; None if it needs the policy's log-probs."""
     mean_advantages: Mapping[TrajectoryKey, float]
     """Of each trajectory that has loss tokens."""
     forward_seconds: float
