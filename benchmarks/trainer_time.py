@@ -2,14 +2,14 @@
 
     python benchmarks/trainer_time.py [--workloads demo prompts] [--output benchmarks/records/trainer_time.json]
 
-The workloads are those of benchmarks/against_trl.py. Each is trained once with `tandem run`, and its metrics say how
-long a batch took in all, how long the trainer waited for it and for samplers that had not acknowledged a version, how
-long the learner had it, and how long its optimizer steps waited for the ledger and for the copy of the version before
-(`waits_before_steps`, which is outside). Then a process trains the recorded batches again with the same learner, alone,
-and times forward with its loss, backward and step in it. A batch is what is left of its time without the waiting for
-groups and samplers. The thread that claims the next batch also prepares it, and what the trainer waits for that counts
-as waiting for groups. The first batches and the last S + 1 do not count, and figures are medians. The exit code is 1 if
-a share is above `LIMIT`.
+The workloads are those of benchmarks/against_trl.py, without the exports that it measures accuracies with. Each is
+trained once with `tandem run`, and its metrics say how long a batch took in all, how long the trainer waited for it and
+for samplers that had not acknowledged a version, how long the learner had it, and how long its optimizer steps waited
+for the ledger and for the copy of the version before (`waits_before_steps`, which is outside). Then a process trains
+the recorded batches again with the same learner, alone, and times forward with its loss, backward and step in it. A
+batch is what is left of its time without the waiting for groups and samplers. The thread that claims the next batch
+also prepares it, and what the trainer waits for that counts as waiting for groups. The first batches and the last S + 1
+do not count, and figures are medians. The exit code is 1 if a share is above `LIMIT`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.services.config.recipe import load_resolved  # noqa: E402
 from tandem.trainer.batch.record import read_record  # noqa: E402
 
 LIMIT = 0.05
-STEPS, WARM_UP = 30, 5
+STEPS, WARM_UP = 60, 5
 DEADLINE_SECONDS = 900.0
 
 
@@ -51,7 +51,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-trainer-time-") as scratch:
         for name in arguments.workloads:
             recipe = WORKLOADS[name].prepare(Path(scratch) / name, STEPS)
-            found[name] = _measured(recipe)
+            trainer = recipe.trainer.model_copy(update={"export_every": 0})
+            found[name] = _measured(recipe.model_copy(update={"trainer": trainer}))
             print(name, json.dumps(found[name]), flush=True)
     record = {
         "command": "python benchmarks/trainer_time.py " + " ".join(sys.argv[1:]),
