@@ -143,13 +143,13 @@ class Learner(Rank):
         figures = objective.sums.reduce(self._config.epochs_per_batch)
         metrics = {
             **figures,
-            **start.targets.figures,
+            **objective.targets.figures,
             "loss": figures["loss"] / len(steps),
             "grad_norm": _mean(norms),
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),
             **prepared.packing,
-            **self._adapt_kl(figures, start.targets.reward_kl, len(layout.trajectories)),
+            **self._adapt_kl(figures, objective.targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
         }
@@ -209,9 +209,7 @@ class Learner(Rank):
             counts_whole_batch=self.rank == 0,
         )
         first_step = None if needs_every_step(self._config) else objective.begin_step(0, None)
-        return BatchStart(
-            targets, objective, first_step, _mean_advantages(layout, targets.advantages_N), forward_seconds
-        )
+        return BatchStart(objective, first_step, _mean_advantages(layout, targets.advantages_N), forward_seconds)
 
     def _components(self, groups: Mapping[str, TrajectoryGroup]) -> dict[tuple[str, int], dict[str, float]]:
         """Every trajectory's reward components, broadcast from rank 0, which has all groups."""

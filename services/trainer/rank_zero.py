@@ -160,7 +160,7 @@ class RankZero:
             recording.result()  # it ends, because every call of Redis has a deadline
         if self._copying is not None:
             copying, self._copying = self._copying, None
-            copying.result()  # in memory
+            copying.result()  # it ends, because it waits for nobody: the copy is made within this process
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch) -> None:

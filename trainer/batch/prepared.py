@@ -12,7 +12,6 @@ from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import packing_metrics
-from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.objective import BatchObjective, StepColumns
 
 MicroBatches = Sequence[Sequence[MicroBatch]]
@@ -23,7 +22,6 @@ MicroBatches = Sequence[Sequence[MicroBatch]]
 class BatchStart:
     """What is known before a batch's first gradient."""
 
-    targets: Targets
     objective: BatchObjective
     first_step: StepColumns | None
     """Of the first optimizer step; None if it needs the policy's log-probs."""
