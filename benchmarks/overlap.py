@@ -9,7 +9,8 @@ and long answers that run alone waste time. They train for two epochs, so that t
 
 First, the load is balanced. More rows a batch slow training down more than generation. Their number is changed until,
 at the largest budget, the sampler takes 93 to 100 % of the trainer's time for a token. Then all budgets are run in
-turn, `--repeats` times, and the medians give
+turn, `--repeats` times, every second time in reverse, so that a machine that gets slower does not favour one of them.
+The medians give
 
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
@@ -119,8 +120,8 @@ def _missed(results: dict[str, dict[str, Any]]) -> Iterator[str]:
 def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str, Any]:
     workload = _balance(folder, shape)
     runs: dict[int, list[list[dict[str, Any]]]] = {budget: [] for budget in BUDGETS}
-    for _ in range(repeats):
-        for budget in BUDGETS:
+    for repeat in range(repeats):
+        for budget in BUDGETS[:: -1 if repeat % 2 else 1]:
             runs[budget].append(_run(folder, shape, budget, batches, workload))
     phases = [_phases(lines) for lines in runs[0]]
     generation = statistics.median(generation for generation, _ in phases)

@@ -277,10 +277,10 @@ class WeightGroup:
         for tag, part in enumerate(parts):
             if coming:
                 wait(coming[tag])
-            if each_part is not None:
-                each_part(min((tag + 1) * _PART_BYTES, len(buffer)))
             if not is_last:
                 going.append(self._group.send([part], self._rank + 1, tag))
+            if each_part is not None:  # the ranks after this one do not wait for it
+                each_part(min((tag + 1) * _PART_BYTES, len(buffer)))
         for work in going:
             wait(work)
 

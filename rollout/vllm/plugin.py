@@ -23,6 +23,7 @@ from tandem.rollout.sampler import TransferProgress, is_received
 from tandem.rollout.vllm.block_allocation import allocate_whole_blocks
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, name_shared_memory
+from tandem.rollout.vllm.gloo_device import share_gloo_device
 from tandem.rollout.vllm.packed_embeddings import pack_embeddings_when_used
 from tandem.rollout.vllm.shared_prompts import schedule_prompts_once
 from tandem.rollout.vllm.small_weights import multiply_small_weights_with_torch
@@ -79,6 +80,7 @@ def _prepare_process() -> None:
     """For a process of the engine, which ends with its parent and frees its memory by ending."""
     _die_with_parent()
     name_shared_memory()
+    share_gloo_device()
     # vLLM would unfreeze and collect the objects of its start before the process ends. In a forked process that copies
     # the memory that they are in, which takes seconds.
     gc.unfreeze = lambda: None

@@ -66,6 +66,7 @@ def test_rows_share_a_prompt_and_a_killed_engine_process_fails_requests_and_chec
         assert "vllm.v1.worker.cpu_worker" in modules and "ray" not in modules, "forks import slowly"
         engine.call("sample", PROMPT, 4, SamplingParameters(max_tokens=2))
         assert copies.read_text().split()[0] == str(3 * (len(PROMPT) - 1)), "all rows compute the last token"
+        assert gloo_threads(engine.engine_pid) == 1, "vLLM's groups share a device"
         running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
         os.kill(engine.engine_pid, signal.SIGKILL)
         with pytest.raises(UnavailableError):
@@ -259,6 +260,8 @@ def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
             ring.update()
             assert ring.agrees()
         family = psutil.Process(engine.process.pid).children(recursive=True)
+        workers = [process.pid for process in family if "Worker" in process.name()]
+        assert [gloo_threads(worker) for worker in workers] == [2, 2], "one of the weight group"
         segments = {segment for process in family for segment in shared_memory(process)}
         assert segments, "the workers exchange tensors there"
     finally:
@@ -267,6 +270,12 @@ def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
     assert not alive
     remove_leftovers()
     assert [segment for segment in segments if segment.exists()] == []
+
+
+def gloo_threads(pid: int) -> int:
+    """The devices of gloo in a process: each has one thread."""
+    names = [(thread / "comm").read_text().strip() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return names.count("gloo_tcp_loop")
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
