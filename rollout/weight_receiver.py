@@ -53,6 +53,18 @@ class _Transfer(threading.Thread):
         self._deadline = time.monotonic() + timeout_seconds
         self._work = work
         self.progress = TransferProgress(done=False, seconds=0.0, digests=[], error=None)
+        self._unfinished: _Transfer | None = None
+
+    def wait_for(self, earlier: _Transfer | None) -> None:
+        """Waits until an earlier transfer, and those that it had waited for in vain, have ended. Raises
+        WeightTransferError at the deadline.
+        """
+        while earlier is not None:
+            earlier.join(self.seconds_left)
+            if earlier.is_alive():
+                self._unfinished = earlier
+                raise WeightTransferError("the transfer before this one has not ended")
+            earlier = earlier._unfinished
 
     @property
     def seconds_left(self) -> float:
@@ -140,10 +152,7 @@ class StagedReceiver:
         previous = self._transfer
 
         def run(transfer: _Transfer) -> None:
-            if previous is not None:
-                previous.join(transfer.seconds_left)
-                if previous.is_alive():
-                    raise WeightTransferError("the transfer before this one has not ended")
+            transfer.wait_for(previous)
             on_cuda = self._device.type == "cuda"
             with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_cuda else nullcontext():
                 work(transfer)

@@ -31,7 +31,8 @@ class RecordedBatch:
 
 
 class Prefetch:
-    """Records one batch ahead of the one that is trained, and none beyond the last one of the run.
+    """Records one batch ahead of the one that is trained, and none beyond the last one of the run, in a thread that it
+    alone uses.
 
     The groups stay outstanding and are selected as of the version that their batch starts from, so neither the limiter
     nor staleness changes. Without credits for a second batch (S = 0), the thread waits until the version before is
@@ -40,6 +41,7 @@ class Prefetch:
 
     def __init__(
         self,
+        thread: SerialExecutor,
         source: BatchSource,
         buffer: Buffer,
         recipe: Recipe,
@@ -53,7 +55,7 @@ class Prefetch:
         self._incarnation = incarnation
         self._closed = threading.Event()
         self._is_last = threading.Event()
-        self._thread = SerialExecutor("prefetch")
+        self._thread = thread
         self._running: Future[RecordedBatch | None] | None = None
 
     def next_batch(self, version: int, seconds: float) -> RecordedBatch | None:
@@ -87,11 +89,10 @@ class Prefetch:
         self._is_last.set()
 
     def close(self) -> None:
-        """Ends the thread, which may first finish a record."""
+        """Waits until the thread does nothing more. It may first finish a record."""
         self._closed.set()
         if self._running is not None:
             wait([self._running], _CLOSE_SECONDS)
-        self._thread.close()
 
     def _record_next(self, version: int) -> RecordedBatch | None:
         batch = None

@@ -109,9 +109,7 @@ class Publisher:
             samplers = [link.sampler for link, _ in acknowledged]
             self._buffer.publish(self._incarnation, version, samplers, group_ids)
         finally:
-            with self._lock:
-                for link in taking_part:
-                    link.busy = False
+            self._release(taking_part)
         self._sender.release()
         self._forget_folders()
         return Publication(
@@ -135,14 +133,23 @@ class Publisher:
             self._links.clear()
 
     def _link(self, sampler: Sampler) -> SamplerLink:
-        """The link of the sampler's current start. The caller holds the lock."""
+        """The link of the sampler's current start. The caller holds the lock. A busy link of an earlier start is closed
+        by `_release`.
+        """
         link = self._links.get(sampler.id)
         if link is None or link.sampler.generation != sampler.generation:
-            if link is not None:
+            if link is not None and not link.busy:
                 link.close()
             link = self._links[sampler.id] = SamplerLink(sampler, self._token, self._credentials, self._server_name)
         link.sampler = sampler
         return link
+
+    def _release(self, links: Sequence[SamplerLink]) -> None:
+        with self._lock:
+            for link in links:
+                link.busy = False
+                if self._links.get(link.sampler.id) is not link:  # the sampler has started anew
+                    link.close()
 
     def _begin(self, version: int, changed: bool) -> list[SamplerLink]:
         """The samplers that take part; the thread does not touch them until the publication is over."""
@@ -160,7 +167,7 @@ class Publisher:
     def _gather_group(self, links: list[SamplerLink]) -> list[SamplerLink]:
         """Makes the open group consist of the sender and those of these samplers that join."""
         with self._lock:
-            if self._group == frozenset(links):
+            if links and self._group == frozenset(links):
                 return links
         self._leave_group()
         deadline = time.monotonic() + self._deadline_seconds
@@ -249,7 +256,7 @@ class Publisher:
         of Redis all are at first. The members of a weight group that such a sampler breaks get some time to answer.
         """
         with self._lock:
-            used = [link for link in self._links.values() if link.busy]
+            used = [link for link in {*self._links.values(), *self._receiving} if link.busy]
         if not used:
             return
         alive = {(sampler.id, sampler.generation) for sampler in self._buffer.samplers() if sampler.alive}
@@ -289,9 +296,8 @@ class Publisher:
         try:
             manifest = self._send_newest(link)
         finally:
-            with self._lock:
-                link.busy = False
-                link.note_catch_up(manifest is not None)
+            link.note_catch_up(manifest is not None)
+            self._release([link])
         if manifest is None:
             return
         # Refused if a newer version has been published meanwhile; the sampler then takes part in the next publication.

@@ -57,7 +57,7 @@ Work = Literal["steps", "a checkpoint", "an export"]
 
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
-_RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective, whose deadline is minutes
+_RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective
 _PUBLICATION_CHECK_SECONDS = 1.0  # no group may come before a publication returns credits, and it may fail
 _CLOSE_SECONDS = 30.0
 
@@ -85,6 +85,7 @@ class RankZero:
         self._orders = Orders(buffer.connection)
         self._stop = stop
         self._started_at = psutil.Process().create_time()
+        self._wait_seconds = min(_RANKS_WAIT_SECONDS, recipe.trainer.collective_timeout_seconds / 3)
         self._version = -1
         self._optimizer_step = 0
         self._activity = "starts"
@@ -101,10 +102,13 @@ class RankZero:
         self._longest_seconds: dict[Work, float] = {}
         """Of what was done before, by its kind: how long one takes says nothing about the others."""
         self._num_checks = 0
+        self._evaluation_left_out = False
+        """Whether an evaluation was due after the stop."""
         with ExitStack() as stack:
             self._ledger_thread, self._publish_thread = SerialExecutor("record"), SerialExecutor("publish")
-            stack.callback(self._ledger_thread.close)
-            stack.callback(self._publish_thread.close)
+            prefetch_thread = SerialExecutor("prefetch")
+            for thread in (self._ledger_thread, self._publish_thread, prefetch_thread):
+                stack.callback(thread.close)
             self._metrics = MetricsLog(recipe.folder, open_trackers(recipe))
             stack.callback(self._metrics.close)
             info = ServiceInfo("trainer", self._figures, self._doing_now, buffer, lambda: self._version)
@@ -118,11 +122,15 @@ class RankZero:
             self._samplers = ServiceTotals(SAMPLER_FIGURES, samplers, self._metrics.last)
             self._scorers = ServiceTotals(SCORER_FIGURES, scorers, self._metrics.last)
             self._source = BatchSource(buffer, recipe, self.incarnation, learner.world_size, stop, learner.packings)
-            self._prefetch = Prefetch(self._source, buffer, recipe, self.incarnation, learner.prepare)
+            self._prefetch = Prefetch(prefetch_thread, self._source, buffer, recipe, self.incarnation, learner.prepare)
             self._judge_evaluations()  # of a run that goes on
             self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
             stack.enter_context(Watchdog(buffer, recipe))
             self._stack = stack.pop_all()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
 
     def next_order(self, version: int) -> tuple[Order, RecordedBatch | None]:
         """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long. With
@@ -140,11 +148,13 @@ class RankZero:
         activity = f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"
         with self._doing(f"waits until version {version} is published" if self._is_publishing else activity):
             self._waiting_since = self._waiting_since or time.monotonic()
-            seconds = _PUBLICATION_CHECK_SECONDS if self._is_publishing else _RANKS_WAIT_SECONDS
+            seconds = _PUBLICATION_CHECK_SECONDS if self._is_publishing else self._wait_seconds
             recorded = self._prefetch.next_batch(version, seconds)
         if recorded is not None:
             self._waiting_since = None
             return {"do": "train", "batch": recorded.as_json}, recorded
+        if self._stop.is_set():  # what the thread was filling stays claimable
+            return {"do": "stop"}, None
         return {"do": "end" if self._prefetch.exhausted else "wait"}, None
 
     def check(self) -> None:
@@ -199,7 +209,7 @@ class RankZero:
         """
         self._end_step()
         with self._doing("waits until the last version is published"):
-            if self._publishing is None or not wait([self._publishing], _RANKS_WAIT_SECONDS).done:
+            if self._publishing is None or not wait([self._publishing], self._wait_seconds).done:
                 return self._publishing is None
         ended, self._publishing = self._publishing, None
         ended.result()
@@ -217,9 +227,10 @@ class RankZero:
 
     def start_evaluation(self, version: int, sets: Sequence[EvalSet]) -> None:
         """Evaluates the published version in a thread on those of the sets that it was not evaluated on before."""
-        if self._stop.is_set():
-            return
-        if missing := [one for one in sets if self.lacks_evaluation(version, one.name)]:
+        missing = [one for one in sets if self.lacks_evaluation(version, one.name)]
+        if missing and self._stop.is_set():
+            self._evaluation_left_out = True
+        elif missing:
             self._evaluation.start(version, missing, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
 
     def lacks_evaluation(self, version: int, name: str) -> bool:
@@ -228,15 +239,15 @@ class RankZero:
         return all(line["sets"][name]["failed"] for line in lines if name in line.get("sets", {}))
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
-        """Waits some seconds for the running evaluation, if there is one, and returns its state. Raises FencedError if
-        another trainer took over meanwhile.
+        """Waits some seconds for the running evaluation, if there is one, and returns its state: `stopped` also if the
+        stop came before it began. Raises FencedError if another trainer took over meanwhile.
         """
         self._end_step()
         if self._evaluation.running is None:
-            return "over"
+            return "stopped" if self._evaluation_left_out else "over"
         self._buffer.check_incarnation(self.incarnation)
         with self._doing("waits for the evaluation of the published version"):
-            if self._evaluation.over(_RANKS_WAIT_SECONDS):
+            if self._evaluation.over(self._wait_seconds):
                 return "over"
         return "stopped" if self._stop.is_set() else "waits"
 

@@ -77,6 +77,8 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
         if learner.rank == 0:
             takeover = stack.enter_context(Takeover(recipe, buffer, learner.world_size, hands_over=hands_over))
         resume_point = load(learner, takeover.prepare() if takeover else None)
+        if learner.broadcast_object(stop.is_set()):
+            return False
         if hands_over:  # now that nothing keeps this trainer from training
             resume_point = load(learner, takeover.fence() if takeover else None, loaded=resume_point.checkpoint)
         rank_zero = None
@@ -137,7 +139,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains until the last batch, or until no group is left. Returns False if it was stopped before."""
-        self.recover()
+        if not self.recover():
+            return False
         self.publish(changed=True)
         self.wait_until_published()
         # The evaluation of a version that is trained again may have been interrupted.
@@ -149,7 +152,8 @@ class Trainer:
         while do not in ("end", "stop"):
             do, batch, recorded = self.next_order()
             if batch is not None:
-                self.train(batch, recorded)
+                if not self.train(batch, recorded):
+                    return False
                 self.save_outputs()
             elif do == "checkpoint":
                 self.wait_until_published()
@@ -157,12 +161,16 @@ class Trainer:
         self.wait_until_published()
         return do == "end" and self.finish()
 
-    def recover(self) -> None:
-        """Retrains the batches recorded after the checkpoint, in their order and plan."""
+    def recover(self) -> bool:
+        """Retrains the batches recorded after the checkpoint, in their order and plan. Returns False if it was stopped
+        before the last one.
+        """
         self.incarnation = self.learner.broadcast_object(self.rank_zero.incarnation if self.rank_zero else None)
         self.version = self.resume_point.checkpoint_version
         self.saved_version = self.version if self.resume_point.checkpoint else -1
         for version in self.resume_point.recorded:
+            if self.learner.broadcast_object(self.rank_zero.is_stopping if self.rank_zero else None):
+                return False
             batch, payloads = read_record(self.recipe.folder, version)
             own = groups_of_rank(batch, self.learner.rank)
             groups = {group_id: decode_group(payloads[group_id]) for group_id in own}
@@ -171,6 +179,7 @@ class Trainer:
             trained = TrainedBatch(batch, groups, result, self.clock.lap(), time.time())
             if self.rank_zero:
                 self.rank_zero.write_line(trained, {"replayed": True, "weights_digest": digest})
+        return True
 
     def next_order(self) -> tuple[str, TrainBatch | None, RecordedBatch | None]:
         """What all ranks do next, the batch to train, and on rank 0 what was recorded and prepared of it."""
@@ -181,8 +190,12 @@ class Trainer:
             return order["do"], None, None
         return "train", recorded.prepared.batch if recorded else batch_from_json(order["batch"]), recorded
 
-    def train(self, batch: TrainBatch, recorded: RecordedBatch | None) -> None:
-        """Trains a batch, and publishes its version beside the training of the next one. `recorded` is of rank 0."""
+    def train(self, batch: TrainBatch, recorded: RecordedBatch | None) -> bool:
+        """Trains a batch, and publishes its version beside the training of the next one. `recorded` is of rank 0.
+
+        Returns False, without publishing, if the run was stopped during the evaluation of the version before, which
+        samplers still need. The batch is trained again when the run goes on.
+        """
         with self.clock.phase("read"):
             groups = read_groups(self.buffer, batch, self.learner, recorded.prepared.groups if recorded else None)
             prepared = recorded.prepared if recorded else self.learner.prepare(batch, groups)
@@ -193,12 +206,14 @@ class Trainer:
         result = self.learn(prepared)
         ended = time.time_ns()
         self.wait_until_published()
-        self.wait_for_evaluation()
+        if not self.wait_for_evaluation():
+            return False
         seconds, now = self.clock.lap(), time.time()
         trained = None
         if recorded:
             trained = TrainedBatch(batch, groups, result, seconds, now, recorded.rejections, (began, ended))
         self.publish(changed=result.changed, trained=trained)
+        return True
 
     def learn(self, prepared: PreparedBatch) -> StepResult:
         """Takes the optimizer steps of a recorded batch. Raises TrainingError if each of the last batches skipped a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import wait
 from dataclasses import asdict
 
@@ -11,7 +12,7 @@ from tandem.protos.errors import WeightTransferError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import BucketSpec, TensorSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import WeightGroup
-from tandem.rollout.weight_receiver import StagedReceiver
+from tandem.rollout.weight_receiver import StagedReceiver, _Transfer
 from tandem.services.process import in_thread
 from tests.support.memory_store import IN_MEMORY
 from tests.support.waiting import eventually
@@ -60,3 +61,23 @@ def test_a_receiver_behind_one_that_hangs_joins_another_group_at_once() -> None:
     assert stuck.progress["error"] is not None and stuck.progress["error"][0] == "WeightTransferError"
     sender.close()
     hung.close()
+
+
+def test_a_transfer_waits_for_every_earlier_one_that_has_not_ended() -> None:
+    def held(transfer: _Transfer) -> None:
+        assert released.wait(TIMEOUT)
+
+    released = threading.Event()
+    first = _Transfer(TIMEOUT, held)
+    first.start()
+    second = _Transfer(0.05, lambda transfer: transfer.wait_for(first))
+    second.start()
+    third = _Transfer(TIMEOUT, lambda transfer: transfer.wait_for(second))
+    third.start()
+    second.join(TIMEOUT)
+    assert second.progress["error"] == ("WeightTransferError", "the transfer before this one has not ended")
+    third.join(0.1)
+    assert not third.progress["done"], "the first one still runs"
+    released.set()
+    third.join(TIMEOUT)
+    assert third.progress["done"] and third.progress["error"] is None

@@ -2,172 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 import torch
 
-from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
-from tandem.protos.errors import FencedError, WeightTransferError, error_class
-from tandem.protos.manifest import decode_manifest, weights_digest
-from tandem.protos.store_source import StoreSource
-from tandem.protos.types import WeightGroupAddress, WeightManifest
+from tandem.protos.errors import FencedError, WeightTransferError
+from tandem.protos.manifest import weights_digest
+from tandem.protos.types import WeightManifest
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.store_source import redis_store
-from tandem.services.buffer.types import Sampler
 from tandem.services.process import in_thread
-from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer import publisher
-from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
-from tests.support.trainer_ring import make_recipe, make_run
+from tandem.services.trainer.publisher import Publisher
+from tests.support.publishing_ring import FakeSampler, PublishingRing
 from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
 DISK = {"backend": "disk"}
 
 
-class Weights:
-    """A source of weights, like a learner, in which all weights equal one number."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def parameter_specs(self) -> list[tuple[str, str, Sequence[int]]]:
-        return [("embed", "float32", (30, 7)), ("head", "float32", (11,))]
-
-    @contextmanager
-    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
-        yield {name: torch.full(tuple(shape), self.value) for name, _, shape in self.parameter_specs() if name in names}
-
-
-class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
-    """A sampler without an engine: it receives with the real receiver and records the updates it is told to apply."""
-
-    def __init__(
-        self, buffer: Buffer, sampler_id: str, store: StoreSource, receiver: StagedReceiver | None = None
-    ) -> None:
-        self.id = sampler_id
-        self._store = store
-        self.version = -1
-        self.value = float("nan")
-        self.applied: dict[str, torch.Tensor] = {}
-        self.updates = 0
-        self.joins = self.joined_incarnation = 0
-        self.fault: Exception | None = None
-        self.hold = threading.Event()
-        self.hold.set()
-        self._buffer = buffer
-        self._receiver = receiver or StagedReceiver(CPU, 0, None, frozenset())
-        register = partial(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self)
-        self._server = ServerThread("127.0.0.1", 0, info=common_pb2.InfoReply, register=register)
-        self.start()
-
-    def start(self) -> None:
-        self._buffer.register_sampler(self.id, self._server.address, 1)
-
-    def restart(self, receiver: StagedReceiver) -> None:
-        """Restarts as a new process would, with no weights."""
-        self.version, self._receiver, self.applied = -1, receiver, {}
-        self.start()
-
-    def stop(self) -> None:
-        self._server.stop(grace_seconds=0.0)
-
-    async def JoinWeightGroup(
-        self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.JoinWeightGroupReply:
-        address = WeightGroupAddress(request.host, request.group_name, request.world_size, request.backend)
-        self._receiver.start_join(asdict(address), request.first_rank, self._store, request.timeout_seconds)
-        await self._end_of_job()
-        self.joins += 1
-        self.joined_incarnation = request.incarnation
-        return rollout_pb2.JoinWeightGroupReply()
-
-    async def UpdateWeights(
-        self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.UpdateWeightsReply:
-        if self.fault is not None:
-            raise self.fault
-        await asyncio.to_thread(self.hold.wait, 20.0)
-        manifest = decode_manifest(request.manifest)
-        self._receiver.start_receive(request.manifest, request.group_name, request.timeout_seconds)
-        digests = await self._end_of_job()
-        self.applied |= self._receiver.take()
-        for tensor in self.applied.values():
-            self.value = float(tensor.flatten()[0])
-        self.version = manifest.policy_version
-        self.updates += 1
-        return rollout_pb2.UpdateWeightsReply(
-            policy_version=self.version, digests=digests, transfer_seconds=0.25, stall_seconds=0.125
-        )
-
-    async def _end_of_job(self) -> list[str]:
-        while not (progress := self._receiver.progress())["done"]:
-            await asyncio.sleep(0.002)
-        if progress["error"]:
-            raise error_class(progress["error"][0])(progress["error"][1])
-        return list(progress["digests"])
-
-
-class Ring:
-    """A trainer's publishing side and the samplers it knows."""
-
-    def __init__(
-        self, folder: Path, url: str, backend: str = "gloo", deadline_seconds: float = 5.0, encoding: str = "full"
-    ) -> None:
-        weights = {"backend": backend, "deadline_seconds": deadline_seconds, "encoding": encoding}
-        recipe = make_recipe(folder, weights=weights)
-        self.buffer = make_run(url, recipe)
-        self.weights = Weights()
-        self.store = redis_store(url, recipe.run.run_id, "weights")
-        self.sender = WeightSender(self.weights, bucket_bytes=512, store=self.store, encoding=encoding)
-        self.incarnation = self.buffer.begin_incarnation()
-        self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
-        self.recipe = recipe
-        self.samplers: list[FakeSampler] = []
-
-    def sampler(self, sampler_id: str) -> FakeSampler:
-        self.samplers.append(FakeSampler(self.buffer, sampler_id, self.store))
-        return self.samplers[-1]
-
-    def publish(self, version: int, *, changed: bool = True) -> Publication:
-        if changed:
-            self.weights.value = float(version)
-        return self.publisher.publish(*self.snapshot(version, changed=changed))
-
-    def snapshot(self, version: int, *, changed: bool = True) -> tuple[WeightManifest, WeightSnapshot]:
-        location = str(self.recipe.weights_folder / f"{version:06d}")
-        backend = self.recipe.weights.backend
-        manifest = self.sender.manifest(self.incarnation, version, backend, changed=changed, location=location)
-        return manifest, self.sender.snapshot(manifest)
-
-    def registered(self, sampler_id: str) -> Sampler:
-        return next(sampler for sampler in self.buffer.samplers() if sampler.id == sampler_id)
-
-    def close(self) -> None:
-        for sampler in self.samplers:
-            sampler.hold.set()
-        self.publisher.close()
-        for sampler in self.samplers:
-            sampler.stop()
-        self.buffer.close()
-
-
 @pytest.fixture
-def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iterator[Ring]:
-    made = Ring(tmp_path, redis_url, **getattr(request, "param", {}))
+def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iterator[PublishingRing]:
+    made = PublishingRing(tmp_path, redis_url, **getattr(request, "param", {}))
     yield made
     made.close()
 
@@ -179,7 +39,7 @@ patient = pytest.mark.parametrize("ring", [{"deadline_seconds": 600.0}], indirec
 
 
 @every_backend
-def test_a_version_reaches_every_sampler(ring: Ring) -> None:
+def test_a_version_reaches_every_sampler(ring: PublishingRing) -> None:
     one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     for version in range(4):
         publication = ring.publish(version)
@@ -192,7 +52,7 @@ def test_a_version_reaches_every_sampler(ring: Ring) -> None:
 
 
 @every_backend
-def test_a_snapshot_is_sent_as_it_was_taken_though_the_weights_change_meanwhile(ring: Ring) -> None:
+def test_a_snapshot_is_sent_as_it_was_taken_though_the_weights_change_meanwhile(ring: PublishingRing) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
     manifest, snapshot = ring.snapshot(1)
@@ -206,13 +66,13 @@ def test_a_snapshot_is_sent_as_it_was_taken_though_the_weights_change_meanwhile(
 
 
 @patient
-def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
+def test_without_samplers_a_version_is_published_at_once(ring: PublishingRing) -> None:
     assert ring.publish(0).samplers_acknowledged == 0
     assert ring.publish(1).weight_stall_seconds is None
     assert ring.buffer.published_version() == 1
 
 
-def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(ring: Ring) -> None:
+def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(ring: PublishingRing) -> None:
     sampler = ring.sampler("rollout-0")
     first = ring.publish(0)
     second = ring.publish(1, changed=False)
@@ -226,7 +86,7 @@ def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(rin
 
 
 @every_backend
-def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Ring) -> None:
+def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: PublishingRing) -> None:
     first = ring.sampler("rollout-0")
     ring.publish(0)
     late = ring.sampler("rollout-1")
@@ -238,7 +98,7 @@ def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Ring) -> N
     assert late.updates == 2
 
 
-def test_a_failing_sampler_is_excluded_and_rejoins(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sampler_is_excluded_and_rejoins(ring: PublishingRing, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)
     bad.fault = WeightTransferError("out of memory")
@@ -255,7 +115,7 @@ def test_a_failing_sampler_is_excluded_and_rejoins(ring: Ring, caplog: pytest.Lo
     assert ring.publish(3).samplers_acknowledged == 2
 
 
-def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None:
+def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: PublishingRing) -> None:
     good, dead = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)
     dead.stop()
@@ -269,7 +129,7 @@ def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None
     assert good.value == 2.0
 
 
-def beat(ring: Ring, sampler: FakeSampler, seconds_ago: float) -> None:
+def beat(ring: PublishingRing, sampler: FakeSampler, seconds_ago: float) -> None:
     """Sets the time of a sampler's last heartbeat."""
     redis, key = ring.buffer.connection.redis, ring.buffer.connection.key("beats")
     redis.hset(key, sampler.id, int(1000 * (time.time() - seconds_ago)))
@@ -278,7 +138,7 @@ def beat(ring: Ring, sampler: FakeSampler, seconds_ago: float) -> None:
 @pytest.mark.parametrize("hangs", [0, 1])
 @pytest.mark.parametrize("ring", [{"deadline_seconds": 600.0}, {**DISK, "deadline_seconds": 600.0}], indirect=True)
 def test_nobody_waits_for_a_sampler_that_hangs_and_the_others_go_on(
-    ring: Ring, hangs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ring: PublishingRing, hangs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one that hangs comes before or after the other one in the chain through which buckets are passed on."""
     monkeypatch.setattr(publisher, "_HEARTBEAT_SECONDS", 0.05)
@@ -302,7 +162,7 @@ def test_nobody_waits_for_a_sampler_that_hangs_and_the_others_go_on(
     assert (good.value, hung.value) == (2.0, 2.0)
 
 
-def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> None:
+def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: PublishingRing) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
     sampler.version, sampler.value = -1, float("nan")
@@ -313,8 +173,29 @@ def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> 
     assert ring.publish(1).samplers_acknowledged == 1
 
 
+@pytest.mark.parametrize("ring", [{"backend": "disk"}], indirect=True)
+def test_a_sampler_may_restart_while_a_version_is_written(
+    ring: PublishingRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ring.sampler("rollout-0")
+    ring.publish(0)
+    links, send = ring.publisher._links, ring.sender.broadcast
+    earlier = links[sampler.id]
+
+    def restarted_meanwhile(*arguments: Any) -> WeightManifest:
+        sampler.start()
+        eventually(lambda: links[sampler.id] is not earlier)
+        return send(*arguments)
+
+    monkeypatch.setattr(ring.sender, "broadcast", restarted_meanwhile)
+    ring.publish(1)
+    eventually(lambda: (ring.registered(sampler.id).state, sampler.value) == ("LIVE", 1.0))
+    with pytest.raises(ValueError, match="closed"):
+        earlier.ping()
+
+
 @patient
-def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring) -> None:
+def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: PublishingRing) -> None:
     ring.publish(0)
     late = ring.sampler("rollout-0")
     late.hold.clear()
@@ -325,7 +206,7 @@ def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring)
     assert (late.version, late.value) == (1, 1.0), "version 0 came too late to be admitted with"
 
 
-def test_a_replaced_trainer_publishes_nothing(ring: Ring) -> None:
+def test_a_replaced_trainer_publishes_nothing(ring: PublishingRing) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
     assert sampler.joined_incarnation == ring.incarnation, "a sampler refuses that of an earlier trainer"
@@ -335,7 +216,7 @@ def test_a_replaced_trainer_publishes_nothing(ring: Ring) -> None:
     assert sampler.value == 0.0
 
 
-def test_a_trainer_that_a_sampler_refuses_as_replaced_ends(ring: Ring) -> None:
+def test_a_trainer_that_a_sampler_refuses_as_replaced_ends(ring: PublishingRing) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
     sampler.fault = FencedError("trainer incarnation 1 was replaced by 2")
@@ -345,7 +226,7 @@ def test_a_trainer_that_a_sampler_refuses_as_replaced_ends(ring: Ring) -> None:
 
 
 @differences
-def test_differences_are_sent_once_all_samplers_hold_the_version_before(ring: Ring) -> None:
+def test_differences_are_sent_once_all_samplers_hold_the_version_before(ring: PublishingRing) -> None:
     one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     first = ring.publish(0)
     assert first.weight_sent_bytes >= first.weight_bytes, "no sampler holds anything"
@@ -359,7 +240,7 @@ def test_differences_are_sent_once_all_samplers_hold_the_version_before(ring: Ri
 
 
 @differences
-def test_late_and_restarted_samplers_get_whole_weights_and_then_differences(ring: Ring) -> None:
+def test_late_and_restarted_samplers_get_whole_weights_and_then_differences(ring: PublishingRing) -> None:
     first = ring.sampler("rollout-0")
     ring.publish(0)
     late = ring.sampler("rollout-1")
@@ -374,7 +255,7 @@ def test_late_and_restarted_samplers_get_whole_weights_and_then_differences(ring
 
 @differences
 def test_a_sampler_that_lost_its_copy_refuses_the_difference_and_gets_whole_weights(
-    ring: Ring, caplog: pytest.LogCaptureFixture
+    ring: PublishingRing, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)

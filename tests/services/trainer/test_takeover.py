@@ -16,12 +16,15 @@ from tandem.services.process import in_thread
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.run.folder import RunAddress, RunLock
 from tandem.services.service_info import ServiceInfo
+from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, trainer_lock
-from tandem.services.trainer.service import run_rank
+from tandem.services.trainer.service import Trainer, run_rank
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.checkpoints.state import list_checkpoints, prune_checkpoints
 from tests.support.trainer_ring import P, Predecessor, lines_of, make_recipe, train
 from tests.support.training_groups import write_states
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -101,6 +104,45 @@ def test_a_takeover_ends_the_trainer_that_runs_and_goes_on_from_what_it_leaves(r
         assert takeover.begin() == buffer.counts()["incarnation"]
         assert buffer.counts()["trained"] == 2 * P and buffer.verify() == []
     buffer.close()
+
+
+def test_a_takeover_that_is_stopped_while_it_loads_fences_nobody(recipe: Recipe, redis_url: str) -> None:
+    earlier, stop = Predecessor(recipe, redis_url), threading.Event()
+    stop.set()
+    assert not run_rank(recipe, redis_url, stop, hands_over=True)
+    assert earlier.is_current()
+
+
+def test_a_stop_ends_the_training_of_recorded_batches(
+    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, stop, learned = Predecessor(recipe, redis_url), threading.Event(), list[int]()
+    earlier.train(2)
+    learn = Trainer.learn
+
+    def stopped(trainer: Trainer, prepared: PreparedBatch) -> object:
+        learned.append(prepared.batch.policy_version)
+        stop.set()
+        return learn(trainer, prepared)
+
+    monkeypatch.setattr(Trainer, "learn", stopped)
+    assert not run_rank(recipe, redis_url, stop)
+    assert learned == [1]
+
+
+def test_a_trainer_that_cannot_start_leaves_no_thread(
+    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: RankZero) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(RankZero, "_judge_evaluations", fails)
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="no space left"):
+        run_rank(recipe, redis_url, threading.Event())
+    eventually(
+        lambda: not {"prefetch", "record", "publish"} & {one.name for one in set(threading.enumerate()) - before}
+    )
 
 
 def test_the_checkpoint_that_a_takeover_loads_is_not_deleted_by_the_trainer_that_still_trains(

@@ -13,6 +13,8 @@ from tandem.services.run.json_files import EVALUATIONS_FILE, JsonLines
 from tandem.services.trainer import evaluation
 from tandem.services.trainer.evaluation import Evaluation
 from tandem.services.trainer.generations import EvaluationSet, SetResult
+from tandem.services.trainer.service import Trainer
+from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import recorded_versions
 from tests.support.made_up_run import evaluation_line
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
@@ -93,3 +95,56 @@ def test_an_evaluation_that_was_interrupted_is_done_by_the_next_trainer(
     put_scored(buffer, different_rewards(P, start=2 * P))
     assert train(recipe, redis_url)
     assert evaluated_versions(recipe) == [0, 2, 3]
+
+
+def test_a_stop_during_an_evaluation_publishes_no_version_over_it(
+    tmp_path: Path, redis_url: str, scripted: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, is_over = threading.Event(), threading.Event()
+    learn = Trainer.learn
+
+    def stopped_after_version_2(trainer: Trainer, prepared: PreparedBatch) -> object:
+        result = learn(trainer, prepared)
+        if trainer.version == 2:
+            stop.set()
+        return result
+
+    def lasting(buffer: Buffer, recipe: Recipe, version: int, *_: object) -> object | None:
+        if version == 1 and not stop.is_set():
+            assert is_over.wait(60)
+            return None
+        return object()
+
+    monkeypatch.setattr(Trainer, "learn", stopped_after_version_2)
+    monkeypatch.setattr(evaluation, "wait_for_endpoints", lasting)
+    recipe = make_recipe(tmp_path, run={"total_batches": 2}, data=EVALUATED, trainer={"evaluate_every": 1})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(2 * P))
+    assert not train(recipe, redis_url, stop)
+    assert buffer.published_version() == 1 and recorded_versions(recipe.folder) == [1, 2]
+    is_over.set()
+    monkeypatch.setattr(Trainer, "learn", learn)
+    assert train(recipe, redis_url)
+    assert evaluated_versions(recipe) == [0, 2], "version 2 is trained again and published at once"
+    assert not buffer.verify()
+
+
+def test_a_run_that_is_stopped_before_its_last_evaluation_is_not_finished(
+    tmp_path: Path, redis_url: str, scripted: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    finish = Trainer.finish
+
+    def stopped(trainer: Trainer) -> bool:
+        stop.set()
+        return finish(trainer)
+
+    monkeypatch.setattr(Trainer, "finish", stopped)
+    recipe = make_recipe(tmp_path, run={"total_batches": 2}, data=EVALUATED)
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(2 * P))
+    assert not train(recipe, redis_url, stop)
+    assert evaluated_versions(recipe) == [0] and not (recipe.folder / "summary.json").exists()
+    monkeypatch.setattr(Trainer, "finish", finish)
+    assert train(recipe, redis_url)
+    assert evaluated_versions(recipe) == [0, 2] and not buffer.verify()
