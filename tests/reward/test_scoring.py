@@ -22,6 +22,7 @@ from tandem.reward.rubric.rubric import Rubric
 from tandem.reward.scorers.exact import ExactMatch
 from tandem.reward.scoring import ScoringCore, validate
 from tests.support.scoring_stand_ins import Far, Make, item, score
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -151,13 +152,13 @@ def test_scores_equal_those_of_the_rubric_combined_by_hand(
 # ---- closing ----
 
 
-def test_close_ends_running_calls(make_core: Make, functions: Path) -> None:
-    core = make_core(scorer=f"{functions}:compute_score", timeout_seconds=600.0)
+def test_close_ends_running_calls(make_core: Make, functions: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    core = make_core(scorer=f"{functions}:compute_score", arguments={"log": str(log)}, timeout_seconds=600.0)
     found: list[Score] = []
     caller = threading.Thread(target=lambda: found.extend(score(core, core.default, item("hang"))))
     caller.start()
-    while core.figures()["calls_waiting_calls"] or not psutil.Process().children(recursive=True):
-        pass
+    eventually(lambda: log.exists() and log.read_text() == "hang\n")
     assert not core.closing
     core.close()
     caller.join(timeout=30.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
 from typing import Any
 
 import pytest
@@ -106,10 +106,14 @@ def test_text_without_a_verdict_gives_no_number(text: str, told: str) -> None:
 
 
 @settings(max_examples=300)
-@given(st.text(alphabet='{}[]":,score 0123456789.eE-\n', max_size=80))
-def test_a_verdict_outside_the_scale_is_refused(text: str) -> None:
-    with suppress(NoVerdictError):
-        assert 0.0 <= reader().read(text) <= 10.0
+@given(st.one_of(st.floats(), st.floats(0.0, 10.0)), st.text(alphabet="[]:,score 0123456789.eE-\n", max_size=40))
+def test_a_verdict_outside_the_scale_is_refused(number: float, before: str) -> None:
+    text = f'{before}{{"score": {json.dumps(number)}}}'
+    if 0.0 <= number <= 10.0:
+        assert reader().read(text) == number
+    else:
+        with pytest.raises(NoVerdictError):
+            reader().read(text)
 
 
 def test_patterns_and_labels() -> None:

@@ -21,6 +21,7 @@ from tandem.services.buffer import connection
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Admission
 from tests.support import redis_ring as ring
+from tests.support.waiting import eventually
 
 # ---- creation and admission ----
 
@@ -271,13 +272,18 @@ def test_a_claim_returns_nothing_at_its_timeout(buffer: Buffer) -> None:
     assert buffer.claim_scored(1, 1, 1.25) == []
 
 
+def blocked_claimers(buffer: Buffer) -> int:
+    """Clients of this Redis, which no other test uses meanwhile, that wait in BLPOP."""
+    return int(buffer.connection.redis.info("clients")["blocked_clients"])
+
+
 def test_every_blocked_claimer_is_woken_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight claimers block; eight groups arrive, some together. All are claimed long before the next poll."""
     monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     buffer = ring.new_run(redis_url, groups_per_batch=8)
     with ThreadPoolExecutor(8) as pool:
         claiming = [pool.submit(buffer.claim, "prompts", ring.SAMPLER, 1, 30, 30) for _ in range(8)]
-        time.sleep(0.3)
+        eventually(lambda: blocked_claimers(buffer) == 8)
         for count in (1, 5, 2):
             ring.offer(buffer, count)
         claimed = [claim.group_id for claims in claiming for claim in claims.result(10)]
@@ -292,9 +298,9 @@ def test_a_wake_up_is_passed_on_when_its_claimer_is_refused(buffer: Buffer, monk
     assert buffer.admit_sampler(1, "rollout-1", 0)
     with ThreadPoolExecutor(2) as pool:
         becomes_stale = pool.submit(buffer.claim, "prompts", "rollout-1", 1, 30, 30)
-        time.sleep(0.1)  # so that rollout-1 waits first
+        eventually(lambda: blocked_claimers(buffer) == 1)  # rollout-1 waits first
         stays_live = pool.submit(buffer.claim, "prompts", ring.SAMPLER, 1, 30, 30)
-        time.sleep(0.1)
+        eventually(lambda: blocked_claimers(buffer) == 2)
         buffer.connection.redis.hset(buffer.connection.key("sampler:rollout-1"), "state", "STALE")
         ring.offer(buffer, 1)
         with pytest.raises(NotAdmittedError):

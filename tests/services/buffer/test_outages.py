@@ -202,11 +202,15 @@ def test_a_redis_that_hangs_is_asked_again_and_each_call_takes_effect_once(
     assert caplog.text.count("waits for it") == 1, "once in an outage, whoever waits"
 
 
-def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(server: EmbeddedRedis) -> None:
+def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(
+    server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
     run = ring.new_run(server.url)
     stop = threading.Event()
     server.stop()
     starting = in_thread("start", patient, run, server.url, stop)
+    eventually(lambda: "waits for it up to" in caplog.text)
+    assert not starting.done()
     stop.set()
     with pytest.raises(UnavailableError, match="cannot be reached"):
         starting.result(20)

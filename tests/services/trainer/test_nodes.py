@@ -48,6 +48,7 @@ class Machines:
         self.folder = folder
         (folder / "saying").mkdir()
         self.arguments = (str(folder), url, uuid.uuid4().hex, RANK)
+        self.nodes: list[nodes.Node] = []
         self.stops: list[threading.Event] = []
         self.codes: list[Future[int]] = []
 
@@ -56,7 +57,8 @@ class Machines:
         folder, *arguments = self.arguments
         for _ in range(number):
             self.stops.append(threading.Event())
-            self.codes.append(in_thread("node", make_node(Path(folder), *arguments).run, self.stops[-1]))
+            self.nodes.append(make_node(Path(folder), *arguments))
+            self.codes.append(in_thread("node", self.nodes[-1].run, self.stops[-1]))
 
     def start_process(self) -> subprocess.Popen[bytes]:
         """Starts a launcher that can be killed."""
@@ -99,7 +101,7 @@ def machines(tmp_path: Path, redis_url: str) -> Iterator[Machines]:
 def test_the_ranks_of_all_machines_start_once_all_are_there(machines: Machines) -> None:
     machines.start()
     time.sleep(3 * nodes._REPORT_SECONDS)
-    assert machines.started(0)
+    assert [node._ranks for node in machines.nodes] == [None]
     machines.start()
     eventually(lambda: machines.started(1))
     assert [machines.said(f"rank{rank}-0")[1:] for rank in range(4)] == [[4, rank % 2] for rank in range(4)]

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -383,7 +382,7 @@ def test_a_second_trainer_is_refused_at_once_beside_one_that_works_but_not_besid
             with pytest.raises(RunExistsError, match="a trainer works in it; stop that one first"):
                 check_no_trainer_works(recipe, redis_url)
             activity = recovery.STOPPING
-            time.sleep(0.1)
+            eventually(lambda: buffer.activities().get("trainer") == recovery.STOPPING)
             check_no_trainer_works(recipe, redis_url)
     check_no_trainer_works(recipe, redis_url)
 
