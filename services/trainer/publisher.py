@@ -134,7 +134,7 @@ class Publisher:
 
     def _link(self, sampler: Sampler) -> SamplerLink:
         """The link of the sampler's current start. The caller holds the lock. A busy link of an earlier start is closed
-        by `_release`.
+        by `_release`: gRPC crashes the process if a method is called for the first time on a closed channel.
         """
         link = self._links.get(sampler.id)
         if link is None or link.sampler.generation != sampler.generation:

@@ -136,6 +136,7 @@ def test_a_trainer_that_cannot_start_leaves_no_thread(
     def fails(_: RankZero) -> None:
         raise OSError("no space left on device")
 
+    Predecessor(recipe, redis_url)
     monkeypatch.setattr(RankZero, "_judge_evaluations", fails)
     before = set(threading.enumerate())
     with pytest.raises(OSError, match="no space left"):
