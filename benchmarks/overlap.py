@@ -15,9 +15,10 @@ The medians give
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
 where nothing overlaps at S = 0, so that a batch's wait for scored groups is its generation time, and the rest its
-training time, as means. The first batches do not count, nor do the last S, for which everything was sampled before.
-If fewer tokens were sampled than trained, only that share of the steps counts: the others used up what had been sampled
-before. So a load that drifts after it was balanced gains nothing.
+training time, as means. The first batches do not count, nor do the last four, for which everything was sampled before
+at the largest budget. So all budgets are compared on batches of the same prompts. If fewer tokens were sampled than
+trained, only that share of the steps counts: the others used up what had been sampled before. So a load that drifts
+after it was balanced gains nothing.
 
 The exit code is 1 if the speed-up or the efficiency at a budget is below `LEAST_SPEED_UP` or `LEAST_EFFICIENCY`. The
 last lines name the requirement.
@@ -156,11 +157,16 @@ def _phases(lines: list[dict[str, Any]]) -> tuple[float, float]:
     """(generation, training) seconds of a batch in a run at S = 0: its wait for scored groups without the publication
     of the version that samples them, and the rest.
     """
-    steady = lines[WARM_UP_BATCHES:]
+    steady = _steady(lines)
     generation = statistics.fmean(
         line["trainer_idle_seconds"] - before["publication_seconds"] for before, line in itertools.pairwise(steady)
     )
     return generation, statistics.fmean(line["seconds_total"] - line["trainer_idle_seconds"] for line in steady)
+
+
+def _steady(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The batches that count."""
+    return lines[WARM_UP_BATCHES : len(lines) - max(BUDGETS)]
 
 
 def _balance(folder: Path, shape: str) -> Workload:
@@ -180,8 +186,8 @@ def _balance(folder: Path, shape: str) -> Workload:
 
 
 def _figures(lines: list[dict[str, Any]], budget: int) -> dict[str, float]:
-    """Figures of the steady state, without the first batches and those for which everything was sampled before."""
-    steady, before = lines[WARM_UP_BATCHES : len(lines) - budget], lines[WARM_UP_BATCHES - 1]
+    """Figures of the batches that count."""
+    steady, before = _steady(lines), lines[WARM_UP_BATCHES - 1]
     seconds = sum(line["seconds_total"] for line in steady)
     waited = sum(line["trainer_idle_seconds"] for line in steady)
     busy = steady[-1]["sampler_busy_seconds"] - before["sampler_busy_seconds"]
