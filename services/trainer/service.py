@@ -78,7 +78,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
             takeover = stack.enter_context(Takeover(recipe, buffer, learner.world_size, hands_over=hands_over))
         resume_point = load(learner, takeover.prepare() if takeover else None)
         if learner.broadcast_object(stop.is_set()):
-            return False
+            return orders.ended() != ""
         if hands_over:  # now that nothing keeps this trainer from training
             resume_point = load(learner, takeover.fence() if takeover else None, loaded=resume_point.checkpoint)
         rank_zero = None
