@@ -153,7 +153,7 @@ class RankZero:
         if recorded is not None:
             self._waiting_since = None
             return {"do": "train", "batch": recorded.as_json}, recorded
-        if self._stop.is_set():  # what the thread was filling stays claimable
+        if self._stop.is_set():  # it came meanwhile, and the thread ended for it
             return {"do": "stop"}, None
         return {"do": "end" if self._prefetch.exhausted else "wait"}, None
 
