@@ -20,9 +20,9 @@ from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.trainer.publisher import Publisher
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import Pair, error, wait
-from tests.services.trainer.test_publisher import FakeSampler, Ring
 from tests.support.adapter_policy import ALPHA, RANK, AdapterPolicy
 from tests.support.memory_store import IN_MEMORY
+from tests.support.publishing_ring import FakeSampler, PublishingRing
 from tests.support.tiny_model import build_tiny_model
 from tests.support.trainer_ring import make_recipe, make_run
 from tests.support.waiting import eventually
@@ -254,8 +254,8 @@ def test_factors_that_fit_no_matrix_are_refused_before_the_transfer(model: Path)
     assert not refused(manifest)
 
 
-class Samplers(Ring):
-    """The ring of tests/services/trainer/test_publisher.py with a trainer that broadcasts adapters."""
+class Samplers(PublishingRing):
+    """A ring with a trainer that broadcasts adapters."""
 
     def __init__(self, folder: Path, url: str, policy: AdapterPolicy, backend: str) -> None:
         recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": 5.0})
