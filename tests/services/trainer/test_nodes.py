@@ -101,7 +101,7 @@ def machines(tmp_path: Path, redis_url: str) -> Iterator[Machines]:
 def test_the_ranks_of_all_machines_start_once_all_are_there(machines: Machines) -> None:
     machines.start()
     time.sleep(3 * nodes._REPORT_SECONDS)
-    assert [node._ranks for node in machines.nodes] == [None]
+    assert machines.started(0) and [node._ranks for node in machines.nodes] == [None]
     machines.start()
     eventually(lambda: machines.started(1))
     assert [machines.said(f"rank{rank}-0")[1:] for rank in range(4)] == [[4, rank % 2] for rank in range(4)]
