@@ -33,6 +33,7 @@ from tandem.protos.types import (
     WeightGroupAddress,
     WeightManifest,
 )
+from tandem.rollout.gather import gather_or_cancel
 from tandem.rollout.segments import unsampled, with_sampled
 
 PromptIds = Sequence[int] | NDArray[np.int32]
@@ -199,7 +200,7 @@ class Sampler(ABC):
     ) -> tuple[Trajectory, ...]:
         """Samples the trajectories 0 … num_samples − 1 of one prompt; see `sample_one`."""
         rows = (self.sample_one(prompt_ids, sampling, trajectory_id=number, key=key) for number in range(num_samples))
-        return tuple(await asyncio.gather(*rows))
+        return tuple(await gather_or_cancel(rows))
 
     async def sample_one(
         self,

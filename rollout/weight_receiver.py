@@ -121,6 +121,8 @@ class StagedReceiver:
         self._staged: Staged = []
         self._held: _Held | None = None
         self._memory = BucketMemory()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Of all transfers: torch reuses memory only on the stream that it was freed on."""
 
     def start_join(
         self, address: Mapping[str, Any], first_rank: int, store: Sequence[Any], timeout_seconds: float
@@ -130,8 +132,9 @@ class StagedReceiver:
         `store` is a `StoreSource`, or the sequence that it becomes on its way to an engine's process.
         """
         group, rank, source = WeightGroupAddress(**address), first_rank + self._rank, StoreSource(*store)
-        if self._group is not None and self._transfer is not None and self._transfer.is_alive():
-            self._group.interrupt()  # a member of it may hang
+        left = self._group  # the transfer's thread may drop it
+        if left is not None and self._transfer is not None and self._transfer.is_alive():
+            left.interrupt()  # a member of it may hang
         self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank, source))
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:
@@ -153,8 +156,7 @@ class StagedReceiver:
 
         def run(transfer: _Transfer) -> None:
             transfer.wait_for(previous)
-            on_cuda = self._device.type == "cuda"
-            with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_cuda else nullcontext():
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 work(transfer)
 
         self._transfer = _Transfer(timeout_seconds, run)

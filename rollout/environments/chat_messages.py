@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import cast
 
 from tandem.protos.contracts import JsonObject, Message
 
@@ -21,12 +22,17 @@ def arguments_of(call: JsonObject) -> object:
 def for_template(messages: Sequence[Message]) -> list[Message]:
     """The messages with the arguments of calls as values, which chat templates write as JSON themselves."""
     return [
-        {**message, "tool_calls": [_with_value(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
+        {**message, "tool_calls": [_with_value(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list | tuple)
         else message
         for message in messages
     ]
 
 
-def _with_value(call: JsonObject) -> JsonObject:
-    return {**call, "function": {**call["function"], "arguments": arguments_of(call)}}
+def _with_value(call: object) -> object:
+    """Leaves what is no call with text as arguments to the template: environments and data may have any."""
+    match call:
+        case {"function": {"arguments": str()}}:
+            made = cast("JsonObject", call)
+            return {**made, "function": {**made["function"], "arguments": arguments_of(made)}}
+    return call

@@ -270,14 +270,15 @@ class EpisodeSampler:
                 running.on_change()
         running.episode = None  # it has ended
         if stop in LIMITS and episode.turns:
-            await self._earn_at_limit(environment, episode)
+            await self._earn_at_limit(environment, episode, running)
         return self._ended(finished_row(episode, stop, running.sampling, running.trajectory_id))
 
-    async def _earn_at_limit(self, environment: OpenEnvironment, episode: Episode) -> None:
+    async def _earn_at_limit(self, environment: OpenEnvironment, episode: Episode, running: RunningEpisode) -> None:
         try:
             reward = await environment.final_reward()
         except EpisodeError as error:
             if episode.intents:
+                running.episode = episode  # it gets no score, but it is kept
                 raise UnrepeatableError(f"{error}, and an unsafe tool was called") from None
             raise
         if reward:

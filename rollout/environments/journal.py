@@ -110,8 +110,8 @@ class Episode:
 
 
 def finished_row(episode: Episode, stop: Stop, sampling: SamplingParameters, trajectory_id: int) -> Trajectory:
-    """The episode as a trajectory that has ended. What no turn has read is left out."""
-    segments = episode.segments()
+    """The episode as a trajectory that has ended. What no turn has read is left out, unless nothing was sampled."""
+    segments = episode.segments() or (episode.history,)
     ends = np.cumsum([len(segment.ids) for segment in segments])
     rewards = np.zeros(ends[-1], np.float32)
     for last, reward in episode.rewards:

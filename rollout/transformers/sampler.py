@@ -202,7 +202,11 @@ class TransformersSampler(Sampler):
                 rows.append(row)
         if not rows:
             return
-        self._batches.append(Batch(language_model, rows, self._stamp))
+        try:
+            self._batches.append(Batch(language_model, rows, self._stamp))
+        except Exception:
+            self._waiting.extendleft(reversed(rows))  # the engine ends, and tells those who wait for them
+            raise
         self._hand_out()
         mergeable = [batch for batch in self._batches if batch.is_mergeable]
         for batch in mergeable[1:]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem.protos.contracts import JsonObject
-from tandem.protos.errors import EnvironmentLackError
+from tandem.protos.errors import ConfigError, EnvironmentLackError
+from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import Engine, SamplerArguments, class_names_in
 from tandem.rollout.environments.tools.parsers import ParsedTurn, TurnPiece
 from tandem.rollout.sampler import Sampler
 from tandem.rollout.vllm.engine_folder import sweep_engine_folders
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""Below, vLLM would sample at the least one; above, it refuses."""
 
 
 class VllmEngine(Engine):
@@ -21,6 +25,14 @@ class VllmEngine(Engine):
 
     def known_architectures(self) -> frozenset[str]:
         return class_names_in("vllm", "model_executor/models/registry.py", "_TEXT_GENERATION_MODELS")
+
+    def check(self, config: RolloutConfig) -> None:
+        super().check(config)
+        if not LEAST_TEMPERATURE <= config.temperature <= MOST_TEMPERATURE:
+            raise ConfigError(
+                f"rollout.temperature={config.temperature:g}: vLLM samples at {LEAST_TEMPERATURE} to "
+                f'{MOST_TEMPERATURE:g}; choose one of these, or set rollout.engine="transformers"'
+            )
 
     def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:
         # By default, vLLM puts the workers of every sampler on core 0.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     Step = Callable[[EngineCore], tuple[dict[int, EngineCoreOutputs], bool]]
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _EXTENDED = "_tandem_extended"
@@ -130,7 +133,11 @@ def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
         raise RuntimeError("steps are in flight: outputs sampled before the update would get the new stamp")
     started = time.perf_counter()
     _send_collected_outputs(core)  # they carry the stamp of the weights that sampled them
-    core.collective_rpc("tandem_apply")
+    try:
+        core.collective_rpc("tandem_apply")
+    except Exception:
+        log.exception("the weights of %s are not in place as a whole; the engine ends", stamp)
+        raise SystemExit(1) from None  # vLLM would report an Exception and go on
     core.set_weight_version(stamp)
     for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
         if request.num_computed_tokens == 0:

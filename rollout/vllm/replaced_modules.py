@@ -116,8 +116,9 @@ class _Copies:
 
 
 def _changes(running: nn.Module, loaded: nn.Module) -> dict[str, object]:
+    """What differs, and the packed product, which the running module may make anew before it is replaced."""
     return {
         name: value
         for name, value in loaded.__dict__.items()
-        if name != "_modules" and running.__dict__.get(name) is not value
+        if name == "cpu_linear" or (name != "_modules" and running.__dict__.get(name) is not value)
     }

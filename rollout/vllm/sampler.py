@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -221,16 +222,25 @@ class VllmSampler(Sampler):
     async def _core(self, method: str, *arguments: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        call = self._llm.engine_core.call_utility_async(method, *arguments)  # type: ignore[attr-defined]
+        answer = self._llm.engine_core.call_utility_async(method, *arguments)  # type: ignore[attr-defined]
+        call = asyncio.ensure_future(answer)
+        deadline = time.monotonic() + _ANSWER_SECONDS
         try:
-            return await asyncio.wait_for(call, _ANSWER_SECONDS)
-        except TimeoutError as error:
-            raise UnavailableError(f"the engine did not answer {method} within {_ANSWER_SECONDS:g} s") from error
+            while not (await asyncio.wait((call,), timeout=_DEATH_POLL_SECONDS))[0]:
+                if self.is_dead:
+                    raise UnavailableError(f"the engine has ended, and did not answer {method}")
+                if time.monotonic() > deadline:
+                    raise UnavailableError(f"the engine did not answer {method} within {_ANSWER_SECONDS:g} s")
+            return call.result()
+        except UnavailableError:
+            raise
         except EngineDeadError as error:
             told = "the engine's process is gone; its last lines are above or in the sampler's log"
             raise UnavailableError(told) from error
         except Exception as error:  # vLLM raises a bare Exception for any error in the engine
             raise WeightTransferError(f"{method} failed inside the engine: {error}") from error
+        finally:
+            call.cancel()
 
 
 class _Answer:
@@ -296,7 +306,7 @@ def _sampling_params(sampling: SamplingParameters, vocabulary_size: int) -> Samp
     from vllm.sampling_params import RequestOutputKind
 
     try:
-        return SamplingParams(
+        params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -311,6 +321,10 @@ def _sampling_params(sampling: SamplingParameters, vocabulary_size: int) -> Samp
         )
     except (VLLMValidationError, ValueError) as error:
         raise DataError(f"sampling parameters cannot be used: {one_line(error)}") from error
+    if params.temperature != sampling.temperature:  # the row would name another one than it was sampled at
+        told = f"temperature is {sampling.temperature:g}, and vLLM would sample at {params.temperature:g}"
+        raise DataError(f"sampling parameters cannot be used: {told}")
+    return params
 
 
 def _failure(error: Exception) -> UnavailableError:

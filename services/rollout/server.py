@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from tandem.protos.errors import DataError, EpisodeError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import Prompt, SamplingParameters, Trajectory, WeightGroupAddress, WeightManifest
 from tandem.rollout.environments.episode import EpisodeSampler
+from tandem.rollout.gather import gather_or_cancel
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.types import Claim
 from tandem.services.group_leases import GroupResult
@@ -62,7 +62,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if num_samples > MAX_SAMPLES:
             raise DataError(f"the items ask for {num_samples:,} samples, at most {MAX_SAMPLES:,} are allowed")
         sampling = self._sampling(request.sampling)
-        items = await asyncio.gather(*(self._sample(n, item, sampling) for n, item in enumerate(request.items)))
+        items = await gather_or_cancel(self._sample(n, item, sampling) for n, item in enumerate(request.items))
         reply = rollout_pb2.GenerateReply(items=[rollout_pb2.GenerateReply.Item(samples=samples) for samples in items])
         if required is not None:
             found = {span.policy_version for item in reply.items for sample in item.samples for span in sample.spans}
@@ -146,7 +146,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         prompt = np.frombuffer(item.prompt_ids, "<i4")
         if item.HasField("episode"):
             prompts, episodes = requested_prompts(item, prompt, sampling), self._episodes_in(item.episode.environment)
-            return await asyncio.gather(*(_played(episodes, one, number) for number, one in enumerate(prompts)))
+            return await gather_or_cancel(_played(episodes, one, number) for number, one in enumerate(prompts))
         # Items of one request have different random numbers.
         key = f"generate-{number}" if sampling.seed is not None else ""
         rows = await self.engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)

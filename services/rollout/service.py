@@ -25,6 +25,7 @@ from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.rollout.environments.episode import EpisodeSampler
+from tandem.rollout.gather import gather_or_cancel
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.store_source import redis_store
@@ -268,12 +269,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             held.unsaved = group.to_save
 
         numbers = range(prompt.num_samples + self._with_baselines)
-        tasks = [asyncio.create_task(sample(number)) for number in numbers if not group.is_finished(number)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()  # an error or a lost lease ends all rows
+        await gather_or_cancel(sample(number) for number in numbers if not group.is_finished(number))
 
     def _turns_changed(self, held: Held[Claim]) -> None:
         if self._partial_rollout:

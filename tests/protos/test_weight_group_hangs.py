@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import wait
 from dataclasses import asdict
+from unittest.mock import Mock
 
+import pytest
 import torch
 
 from tandem.protos.errors import WeightTransferError
@@ -81,3 +83,20 @@ def test_a_transfer_waits_for_every_earlier_one_that_has_not_ended() -> None:
     released.set()
     third.join(TIMEOUT)
     assert third.progress["done"] and third.progress["error"] is None
+
+
+def test_a_group_that_its_transfer_drops_as_the_next_is_joined_is_interrupted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiver = StagedReceiver(CPU, 0, None, frozenset())
+    group, transfer = Mock(), Mock()
+
+    def drops() -> bool:
+        receiver._group = None
+        return True
+
+    transfer.is_alive = drops
+    receiver._group, receiver._transfer = group, transfer
+    monkeypatch.setattr(receiver, "_start", Mock())
+    receiver.start_join(asdict(WeightGroupAddress("127.0.0.1", "next", 2, "gloo")), 1, IN_MEMORY, TIMEOUT)
+    group.interrupt.assert_called_once()

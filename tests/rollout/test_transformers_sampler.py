@@ -107,6 +107,21 @@ def test_a_step_that_fails_ends_the_engine_and_every_request(tmp_path: Path, mon
     asyncio.run(work())
 
 
+def test_rows_whose_prompts_fail_end_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden=64)
+    config = RolloutConfig(engine="transformers", kv_cache_bytes=4 << 20)
+
+    async def work() -> None:
+        sampler = await find_engine("transformers").start(SamplerArguments(config, str(folder), "float32", 256, seed=1))
+        monkeypatch.setattr(Batch, "__init__", Mock(side_effect=RuntimeError("out of memory")))
+        with pytest.raises(UnavailableError, match="out of memory"):
+            async with asyncio.timeout(60.0):
+                await sampler.sample([5, 6, 7], 2, SamplingParameters(max_tokens=8))
+        sampler.close()
+
+    asyncio.run(work())
+
+
 def test_tensor_parallel_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel_size=2.*rollout.num_replicas"):
         find_engine("transformers").check(RolloutConfig(engine="transformers", tensor_parallel_size=2))

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from tandem.protos.errors import UnavailableError
+from tandem.protos.errors import ConfigError, DataError, TandemError, UnavailableError
 from tandem.protos.types import SamplingParameters, Segment
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.engine import SamplerArguments, remove_leftovers
+from tandem.rollout.engine import SamplerArguments, find_engine, remove_leftovers
 from tandem.rollout.segments import first_tokens
-from tandem.rollout.vllm import shared_prompts
+from tandem.rollout.vllm import replaced_modules, shared_prompts
 from tandem.rollout.vllm.launch import cache_block_tokens
 from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
@@ -38,6 +38,12 @@ CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_promp
 def test_blocks_of_the_cache_are_no_longer_than_short_sequences() -> None:
     assert [cache_block_tokens(length) for length in (1, 24, 32, 33, 96)] == [32, 32, 32, 64, 96]
     assert [cache_block_tokens(length) for length in (97, 128, 4096)] == [None] * 3, "vLLM's own blocks of 128 fit"
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_a_run(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.temperature={temperature}: vLLM samples at 0\.01 to 2"):
+        find_engine("vllm").check(CONFIG.model_copy(update={"temperature": temperature}))
 
 
 def note_modules_and_copies(modules: Path, copies: Path) -> None:
@@ -67,6 +73,8 @@ def test_rows_share_a_prompt_and_a_killed_engine_process_fails_requests_and_chec
         engine.call("sample", PROMPT, 4, SamplingParameters(max_tokens=2))
         assert copies.read_text().split()[0] == str(3 * (len(PROMPT) - 1)), "all rows compute the last token"
         assert gloo_threads(engine.engine_pid) == 1, "vLLM's groups share a device"
+        with pytest.raises(DataError, match=r"temperature is 0\.005, and vLLM would sample at 0\.01"):
+            engine.call("sample", PROMPT, 1, SamplingParameters(temperature=0.005))
         running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
         os.kill(engine.engine_pid, signal.SIGKILL)
         with pytest.raises(UnavailableError):
@@ -216,7 +224,10 @@ def test_an_embedding_is_packed_once_it_is_multiplied_with() -> None:
         copy.__dict__.update(running.__dict__ | {"_parameters": {"weight": torch.nn.Parameter(torch.randn(64, 32))}})
         method.process_weights_after_loading(copy)
         assert copy.cpu_linear is waiting, "nothing multiplies with it"
-        running.__dict__.update(copy.__dict__)
+        changes = replaced_modules._changes(running, copy)
+        running.cpu_linear(torch.randn(3, 32), running.weight, None)
+        replaced_modules.replace([(running, changes)])
+        assert running.cpu_linear is waiting, "the product between the two packed the weights of before"
         states_BH = torch.randn(3, 32)
         for _ in range(2):
             expected_BV = states_BH @ running.weight.T
@@ -240,6 +251,28 @@ def test_replaced_weights_leave_the_memory_without_garbage_collection(tmp_path: 
             ring.update()
         assert ring.agrees()
     assert living.read_text().split() == ["1"] * 3
+
+
+def fail_to_replace() -> None:
+    from tandem.rollout.vllm import worker_extension
+
+    def failing(replacements: list[Any]) -> None:
+        assert not replacements, "out of memory, half of the layers are replaced"
+
+    worker_extension.replace = failing
+
+
+@pytest.mark.slow
+def test_an_engine_whose_weights_are_not_replaced_as_a_whole_ends(tmp_path: Path, redis_url: str) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
+    store = redis_store(redis_url, "halves", "weights")
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments, fail_to_replace) as engine:
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        with pytest.raises(TandemError):
+            ring.update()
+        eventually(lambda: engine.call("is_dead"))
 
 
 @pytest.mark.slow

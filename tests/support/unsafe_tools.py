@@ -75,10 +75,17 @@ def calls(file: Path) -> list[list[str]]:
 
 
 async def calling_episodes(
-    stack: AsyncExitStack, folder: Path, sampler: ScriptedSampler, tools: Sequence[str] = TOOLS, seconds: float = 60.0
+    stack: AsyncExitStack,
+    folder: Path,
+    sampler: ScriptedSampler,
+    tools: Sequence[str] = TOOLS,
+    seconds: float = 60.0,
+    max_turns: int = 8,
 ) -> EpisodeSampler:
     """Episodes with these tools. Their processes end with `stack`."""
-    config = EnvironmentConfig(tools=tuple(tools), variables=(VARIABLE,), step_seconds=seconds, max_attempts=3)
+    config = EnvironmentConfig(
+        tools=tuple(tools), variables=(VARIABLE,), step_seconds=seconds, max_attempts=3, max_turns=max_turns
+    )
     pool = EnvironmentPool(config)
     stack.push_async_callback(pool.close)
     await pool.start()

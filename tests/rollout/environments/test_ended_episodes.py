@@ -62,6 +62,19 @@ def test_a_turn_that_takes_too_long_is_discarded_and_ends_the_episode(
     assert row.metadata.get("unscored", "").endswith("leaves unscored") == (policy == "unscored")
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("name", ["turn", "episode"])
+def test_an_episode_whose_first_turn_takes_too_long_is_unscored(
+    encoder: ChatEncoder, name: str, num_tokens: int
+) -> None:
+    sampler = ScriptedSampler(lambda _: ["one", "end"], stops_at=(0, num_tokens))
+    row = play(encoder, sampler, SAMPLING, path=ECHO, **{f"{name}_seconds": 0.5})
+    assert (row.metadata["stop"], row.metadata["num_turns"], row.finish_reason) == (f"{name}_time", 0, "error")
+    assert row.metadata["unscored"] == f"nothing was sampled (it ended by '{name}_time')"
+    (segment,) = row.segments
+    assert len(segment.ids) and not segment.num_loss_tokens
+
+
 @pytest.mark.parametrize(
     ("turns", "limits", "stop", "num_turns", "executed"),
     [

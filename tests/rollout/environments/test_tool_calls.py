@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tandem.rollout.environments.chat_messages import for_template
 from tandem.rollout.environments.tools.parsers import ParsedTurn, ToolFormat, TurnPiece, find_format, parse_turn
 
 TOKENS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "</think>", "<|im_end|>")
@@ -194,3 +195,23 @@ def test_what_is_written_as_calls_is_read_back(arguments: list[dict[str, Any]], 
 )
 def test_the_template_says_which_format_its_model_writes(template: str, expected: ToolFormat | None) -> None:
     assert find_format(template) == expected
+
+
+ODD_CALLS = [
+    None,
+    "text",
+    [{"function": {"name": "add", "arguments": {"a": 1}}}],
+    [{"function": {"name": "add"}}, {"type": "function"}, None],
+]
+
+
+@pytest.mark.parametrize("calls", ODD_CALLS, ids=str)
+def test_calls_in_messages_of_others_reach_the_template_as_they_are(calls: object) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert for_template([message]) == [message]
+
+
+def test_arguments_reach_the_template_as_values() -> None:
+    given = {"function": {"name": "add", "arguments": '{"a": 1}'}, "id": "1"}
+    (message,) = for_template([{"role": "assistant", "content": "", "tool_calls": [given, None]}])
+    assert message["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1}}, "id": "1"}, None]

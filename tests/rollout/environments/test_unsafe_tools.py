@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,7 +17,7 @@ from tandem.protos.errors import ConfigError, EpisodeError, UnavailableError
 from tandem.protos.types import SamplingParameters, Trajectory, TrajectoryGroup
 from tandem.rollout.environments.config import EnvironmentConfig
 from tandem.rollout.environments.episode import EpisodeFigures
-from tandem.rollout.environments.process import check_class
+from tandem.rollout.environments.process import RemoteEnvironment, check_class
 from tests.support.episodes import ScriptedSampler, prompt_of
 from tests.support.unsafe_tools import TOOLS, VARIABLE, call, caller, calling_episodes, calls
 
@@ -77,11 +78,12 @@ def play(
     tools: Sequence[str] = TOOLS,
     unfinished: Trajectory | None = None,
     seconds: float = 60.0,
+    max_turns: int = 8,
     is_saved: bool = True,
 ) -> tuple[Trajectory, EpisodeFigures]:
     async def main() -> tuple[Trajectory, EpisodeFigures]:
         async with AsyncExitStack() as stack:
-            episodes = await calling_episodes(stack, folder, ScriptedSampler(caller(*words)), tools, seconds)
+            episodes = await calling_episodes(stack, folder, ScriptedSampler(caller(*words)), tools, seconds, max_turns)
             more: dict[str, Any] = {"save": disk.save, "on_change": lambda: None} if is_saved else {}
             return await episodes.sample(prompt_of(), SAMPLING, 1, unfinished=unfinished, **more), episodes.figures
 
@@ -132,6 +134,16 @@ def test_an_unsafe_tool_that_hangs_has_an_outcome(file: Path, tmp_path: Path) ->
     row, _ = play(Disk(file), tmp_path, call("pay", "forever"), "done", seconds=1.0)
     assert row.finish_reason == "stop" and answers(row)[0].startswith("error: timeout")
     assert len(calls(file)) == 1
+
+
+def test_an_episode_whose_last_reward_fails_after_an_unsafe_call_is_unscored(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteEnvironment, "final_reward", AsyncMock(side_effect=EpisodeError("calc_reward failed")))
+    row, figures = play(Disk(file), tmp_path, PAY, PAY, "done", max_turns=2)
+    assert (row.finish_reason, figures.unscored_episodes) == ("error", 1)
+    assert row.metadata["unscored"] == "calc_reward failed, and an unsafe tool was called"
+    assert row.metadata["num_turns"] == 2 and len(calls(file)) == 2, "no call is made again"
 
 
 @pytest.mark.parametrize(

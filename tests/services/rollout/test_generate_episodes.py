@@ -207,3 +207,24 @@ def test_a_set_may_not_play_with_unsafe_tools(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, unsafe, tool_format="hermes")
     with pytest.raises(ConfigError, match="set s0: pay is unsafe, and evaluations do not save their episodes"):
         answered(lambda _: ["end"], recipe)
+
+
+def test_an_item_that_fails_ends_the_others_of_its_call() -> None:
+    ended: list[str] = []
+
+    class Endless:
+        async def sample(self, *_: object, **_named: object) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+
+    async def main() -> None:
+        servicer = RolloutServicer("rollout-0", Endless(), None, 400, Path())  # type: ignore[arg-type]
+        items = [rollout_pb2.GenerateRequest.Item(prompt_ids=ids) for ids in (bytes(8), bytes(7))]
+        with pytest.raises(DataError, match="item 1: prompt_ids are int32, 7 bytes are none"):
+            await servicer.Generate(rollout_pb2.GenerateRequest(items=items), None)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert ended == ["cancelled"]
+
+    asyncio.run(main())
