@@ -23,14 +23,16 @@ from tandem.services.config import Recipe
 from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging
 from tandem.services.metrics.tracing import add_spans
-from tandem.services.process import starting, stop_event
+from tandem.services.process import in_thread, starting, stop_event
 from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.service_info import ServiceInfo
 
 log = logging.getLogger(__name__)
 
 _CHUNK_GROUPS = 64  # per admission, so that no call to Redis is large
-_POLL_SECONDS = 0.25  # the longest delay of a stop, and of what sends no signal
+_CHUNK_ROWS = 1024  # between two looks at the event that stops the feed
+_POLL_SECONDS = 0.25  # the longest delay of what sends no signal
+_STOP_SECONDS = 1.0
 _MAX_LOGGED_FAULTS = 20
 
 
@@ -57,6 +59,8 @@ class PromptStream:
     def __init__(self, recipe: Recipe, position: int) -> None:
         self.faults: dict[int, RowFault] = {}
         self._set_aside: frozenset[int] = frozenset()
+        self._unusable: set[int] = set()
+        """The rows of `faults` and those that are set aside."""
         self._dataset = Mixture(recipe.data.train_files)
         rollout = recipe.rollout
         self._builder = PromptBuilder(recipe, num_samples=rollout.samples_per_prompt)
@@ -74,23 +78,24 @@ class PromptStream:
         return not self._ready and self._end is not None and self._next >= self._end
 
     def prepare(self, num_groups: int) -> None:
-        """Builds prompts until `num_groups` are ready or the last epoch ends.
+        """Builds prompts until `num_groups` are ready or the last epoch ends, but reads at most `_CHUNK_ROWS` rows.
 
         Raises DataError if no row can be used (ModelError if the chat template is the cause).
         """
-        while len(self._ready) < num_groups and (self._end is None or self._next < self._end):
+        last = self._next + _CHUNK_ROWS if self._end is None else min(self._next + _CHUNK_ROWS, self._end)
+        while len(self._ready) < num_groups and self._next < last:
             epoch, index = divmod(self._next, len(self._dataset))
             if self._shuffle:
                 index = int(epoch_order(self._seed, epoch, len(self._dataset))[index])
             group = self._build(epoch, index)
             if group is not None:
                 self._ready.append(PreparedGroup(self._next, group.group_id, encode_group(group)))
-            elif len(self._set_aside.union(self.faults)) == self._dataset.num_rows:
+            elif len(self._unusable) == self._dataset.num_rows:
                 raise self._nothing_left()
             self._next += 1
 
     def run(self, num_groups: int) -> list[PreparedGroup]:
-        """Returns up to `num_groups` next groups with consecutive positions.
+        """Returns up to `num_groups` next groups with consecutive positions; none after many rows without a prompt.
 
         The buffer stores one cursor and counts back from it if it admits only a part, so no row may be skipped.
         """
@@ -111,6 +116,7 @@ class PromptStream:
         """Skips the rows of these groups, and only these, from the present position on."""
         instances = [(int(epoch), int(index)) for epoch, _, index in (name.partition("-") for name in group_ids)]
         self._set_aside = frozenset(self._dataset.locate(index, epoch) for epoch, index in instances)
+        self._unusable = set(self._set_aside).union(self.faults)
         self.move(self.position)  # groups of the next epoch may be ready
 
     def _nothing_left(self) -> DataError | ModelError:
@@ -124,12 +130,13 @@ class PromptStream:
 
     def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
         number = self._dataset.locate(index, epoch)
-        if number in self.faults or number in self._set_aside:
+        if number in self._unusable:
             return None
         row = self._dataset.row(index, epoch)
         prompt = self._builder.build(row, epoch) if isinstance(row, Row) else row
         if isinstance(prompt, RowFault):
             self.faults[number] = prompt
+            self._unusable.add(number)
             if len(self.faults) <= _MAX_LOGGED_FAULTS:
                 last = "; further rows are counted only" if len(self.faults) == _MAX_LOGGED_FAULTS else ""
                 log.warning("row %d is skipped: %s: %s%s", prompt.index, prompt.reason, prompt.detail, last)
@@ -184,7 +191,7 @@ class Feed:
             return False
         groups = self._stream.run(min(admission.free, admission.wanted, _CHUNK_GROUPS))
         if not groups:
-            return self._stream.finished  # if the last rows were skipped, the next call marks the end
+            return True  # many rows were skipped: the next call reads on, or marks the end
         began = time.time_ns()
         offered = [(group.group_id, group.payload) for group in groups]
         number = self._buffer.admit(offered, groups[-1].position + 1, after=self._stream.position)
@@ -218,9 +225,18 @@ def main(recipe: Recipe, redis_url: str) -> None:
     Raises UserError if dataset, model, chat template or port cannot be used, TandemError if Redis is unreachable.
     """
     configure_logging("feed", run=recipe.run.run_id)
+    with starting():  # loads the tokenizer; SIGTERM ends the process meanwhile
+        stream = PromptStream(recipe, 0)
     stop = stop_event()
     buffer = run_buffer(recipe, redis_url, stop)
-    with starting():  # loads the tokenizer
-        feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
+    stream.move(buffer.admission().cursor)
+    feed = Feed(buffer, stream)
     with service_endpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe, stop):
-        feed.run(stop)
+        # In a thread: a Redis that hangs keeps a call, and a stop, waiting.
+        admitting = in_thread("admissions", feed.run, stop)
+        admitting.add_done_callback(lambda _: stop.set())
+        stop.wait()
+        try:
+            admitting.result(_STOP_SECONDS)
+        except TimeoutError:
+            log.warning("ends while Redis at %s does not answer", buffer.place)

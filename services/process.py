@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import logging
@@ -22,6 +23,11 @@ from types import FrameType
 from typing import IO, Self, TypeVar
 
 log = logging.getLogger(__name__)
+
+PARENT_VARIABLE = "TANDEM_PARENT_PID"
+"""Pid of the supervisor; `tandem serve` exits when the supervisor does (`die_with_parent`)."""
+
+_SLOW_STOP_SECONDS = 5.0  # a supervisor kills its services after 6 s
 
 _PR_SET_PDEATHSIG = 1
 _EXECUTE = f"""
@@ -79,12 +85,17 @@ def starting() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
+    """An event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect.
+
+    If a supervisor runs the process, the log says where its threads are if they do not end in time.
+    """
     event = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         # In a thread, because the interrupted main thread may hold the event's lock.
         threading.Thread(target=event.set, name="stop").start()
+        if PARENT_VARIABLE in os.environ:
+            faulthandler.dump_traceback_later(_SLOW_STOP_SECONDS)
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):

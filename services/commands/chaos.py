@@ -31,7 +31,7 @@ def chaos(
     and slow connections to Redis, a full disk, and a Redis that restarts without its last second. Checks the ledger
     every 5 s, and at the end that each group was trained once. Exits 1 if the run failed or lost something.
 
-    Example: tandem chaos examples/recipes/arithmetic.toml --faults 50 --seed 7 --kinds kill,stop
+    Example: tandem chaos examples/recipes/arithmetic.toml --faults 20 --kinds kill run.run_id=hurt
     """
     from tandem.services.commands.chaos_run import run_under_faults
 

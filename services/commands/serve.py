@@ -28,12 +28,12 @@ def serve_one(
     from tandem.protos.child_environment import drop_secrets
     from tandem.services.config import load_recipe
     from tandem.services.logging_setup import configure_logging
-    from tandem.services.process import die_with_parent, yield_to_others
+    from tandem.services.process import PARENT_VARIABLE, die_with_parent, yield_to_others
     from tandem.services.run.endpoint import with_own_host
     from tandem.services.run.folder import redis_url_of
     from tandem.services.run.resume import with_automatic_values
 
-    supervisor = os.environ.get("TANDEM_PARENT_PID")
+    supervisor = os.environ.get(PARENT_VARIABLE)
     if supervisor is not None:
         die_with_parent(int(supervisor))
         if service == "feed":
@@ -135,8 +135,9 @@ def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recip
         rollout_service.main(recipe, redis_url, replica)
     elif service == "environments":
         from tandem.services.environments import service as environment_service
+        from tandem.services.process import PARENT_VARIABLE
 
-        drains = "TANDEM_PARENT_PID" not in os.environ  # a supervisor asks for it by a call
+        drains = PARENT_VARIABLE not in os.environ  # a supervisor asks for it by a call
         environment_service.main(recipe, redis_url, replica, drains=drains)
     elif service == "reward":
         with starting():

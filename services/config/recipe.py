@@ -173,7 +173,7 @@ class AutoscaleConfig(Options):
     only while it waits for less than half of this fraction.
     """
     sampler_idle: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
-    """Samplers are removed while they are idle for a larger fraction of their time because all credits are taken."""
+    """Samplers are removed while all credits are taken and they are idle for more than this fraction of their time."""
     cooldown_seconds: Annotated[float, Field(ge=0.0)] = 120.0
     """Shortest time between two changes."""
 

@@ -23,6 +23,8 @@ START_SECONDS = 1800.0
 """A child that has not sent a heartbeat by then hangs. Large models take minutes to load."""
 SIGKILL_AFTER_SECONDS = 6.0
 """A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
+DOUBLED_SECONDS = 0.5
+"""Requests to stop that come within this time are one."""
 
 FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes of `tandem run`. A child that exits with 2 reports a user's error, too."""
@@ -70,14 +72,14 @@ class ProcessGroup:
         """Returns once the child has no work left. Called in a thread before a child is stopped that leaves the run."""
         self._replicas: dict[str, Sequence[ChildSpec]] = {}
         """The wanted replicas of the services whose number was ordered."""
-        self._stops_requested = 0
-        self._stops_seen = 0
+        self._stop_requested_at: float | None = None
+        self._stops_at_once = False
         self._done = False
 
     def run(self) -> int:
         """Starts the children and watches them until the run ends. Returns the exit code; all children have ended."""
         try:
-            for child in () if self._stops_requested else self.children:
+            for child in () if self._stop_requested_at is not None else self.children:
                 if child.spec.start_after:
                     child.state = "waiting"
                 else:
@@ -87,8 +89,14 @@ class ProcessGroup:
             self._stop_children()
 
     def request_stop(self) -> None:
-        """Stops the run as Ctrl-C does. A second request kills the children immediately."""
-        self._stops_requested += 1
+        """Stops the run as Ctrl-C does. A second request kills the children at once, unless it comes with the first:
+        some programs pass on a Ctrl-C that the terminal has sent to the whole process group.
+        """
+        now = time.monotonic()
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
+        elif now > self._stop_requested_at + DOUBLED_SECONDS:
+            self._stops_at_once = True
 
     def add(self, specs: Iterable[ChildSpec]) -> None:
         """Adds children, to be started by `run`."""
@@ -122,8 +130,7 @@ class ProcessGroup:
 
     def _watch(self) -> int:
         while not self._done:
-            if self._stops_requested:
-                self._stops_seen = 1  # a second request stops at once
+            if self._stop_requested_at is not None:
                 self.report("stopping all services ...")
                 return INTERRUPTED
             for service, specs in self._replicas.items():
@@ -222,7 +229,10 @@ class ProcessGroup:
     def _start_is_due(self, child: Child) -> bool:
         if child.state == "restarting":
             return time.monotonic() >= child.restart_at
-        return child.state == "waiting" and self.states()[child.spec.start_after][0] == "running"
+        if child.state != "waiting":
+            return False
+        first = self.states().get(child.spec.start_after)
+        return first is None or first[0] == "running"  # None: it has left the run
 
     def _error_line(self, child: Child) -> str:
         """The child's error message. If it refers to the lines above, adds the log's path and its last exception."""
@@ -257,9 +267,12 @@ class ProcessGroup:
         for child in sorted(self.children, key=lambda child: [*SERVICE_ORDER, child.service].index(child.service)):
             child.terminate()
         self._wait_until(deadline, interruptible=True)
+        killed = (
+            "is killed, as a second request wants it" if self._stops_at_once else "did not stop after SIGTERM; killed"
+        )
         for child in self.children:
             if child.alive:
-                self.report(f"{child.name} did not stop after SIGTERM; killed")
+                self.report(f"{child.name} {killed}")
                 child.kill()
         self._wait_until(time.monotonic() + 1.0)
         kill_marked(self.token)
@@ -268,6 +281,6 @@ class ProcessGroup:
 
     def _wait_until(self, deadline: float, *, interruptible: bool = False) -> None:
         while any(child.alive for child in self.children) and time.monotonic() < deadline:
-            if interruptible and self._stops_requested > self._stops_seen:
+            if interruptible and self._stops_at_once:
                 return
             time.sleep(0.02)

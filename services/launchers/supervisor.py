@@ -89,7 +89,8 @@ def run_recipe(
         stack.enter_context(processes.signals())
         redis_url = external_redis_url(recipe) or _start_redis(recipe, processes, stack)
         machines.check_shared(recipe, redis_url)
-        buffer = Buffer(redis_url, recipe.run.run_id)
+        interrupted = threading.Event()
+        buffer = Buffer(redis_url, recipe.run.run_id, stop=interrupted)
         stack.callback(buffer.close)
         check_redis_room(buffer, recipe)
         lease = stack.enter_context(Lease(buffer, f"{socket.gethostname()}:{recipe.folder.resolve()}"))
@@ -106,10 +107,7 @@ def run_recipe(
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
         controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))
-        first = {"rollout": recipe.rollout.num_replicas}
-        if recipe.environment.service:
-            first["environments"] = recipe.environment.num_replicas
-        processes.add(launcher.first_children({name: controller.first_replicas(name, first[name]) for name in first}))
+        processes.add(launcher.first_children(_first_replicas(recipe, controller)))
         if controller.orders.samplers("paused"):
             report(f"samplers are paused since the run was stopped; go on with: tandem resume {recipe.folder}")
         control = stack.enter_context(control_server(controller, threading.Event(), report))
@@ -118,10 +116,19 @@ def run_recipe(
         held.publish(RunAddress(os.getpid(), redis_url, control, token, certificates))
         with Progress(watch, processes.states, console):
             outcome = processes.run()
-            if outcome != INTERRUPTED:
+            if outcome == INTERRUPTED:
+                interrupted.set()  # nothing waits for Redis any more
+            else:
                 watch.ask_redis()
                 _report_warnings(watch, processes)
         return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
+
+
+def _first_replicas(recipe: Recipe, controller: Controller) -> dict[str, int]:
+    """With how many replicas each scaled service starts."""
+    environments = {"environments": recipe.environment.num_replicas} if recipe.environment.service else {}
+    wanted = {"rollout": recipe.rollout.num_replicas, **environments}
+    return {name: controller.first_replicas(name, number) for name, number in wanted.items()}
 
 
 def _start_redis(recipe: Recipe, processes: ProcessGroup, stack: ExitStack) -> str:

@@ -39,7 +39,7 @@ _OUTCOMES = ("completed", "requeued", "dropped", "refused", "lost")
 _UNSCORED: tuple[str, ...] = get_args(UnscoredReason)
 _DROPPED = (
     *_UNSCORED,
-    *("unsampleable", "sampling_failed", "undecodable", "run_ended"),
+    *("unsampleable", "sampling_failed", "undecodable", "run_ended", "holders_lost"),
     *get_args(Rejection),
 )
 _SKIPPED = (
@@ -246,13 +246,18 @@ METRICS: tuple[Metric, ...] = (
         "wait for the ledger and for the copy of the version before, is part of `train`.",
         Label("phase", _PHASES),
     ),
-    _gauge("batch", "batch_idle_seconds", "trainer_idle_seconds", "Time that the last batch was waited for."),
+    _gauge("batch", "batch_idle_seconds", "trainer_idle_seconds", "Time that the trainer waited for the last batch."),
     _gauge("batch", "batch_reward_mean", "reward_mean", "Mean reward of the last batch."),
     _gauge("batch", "batch_reward_std", "reward_std", "Standard deviation of the last batch's rewards."),
     _gauge("batch", "batch_response_tokens_mean", "response_length_mean", "Mean sampled tokens of an answer."),
     _gauge("batch", "batch_staleness_mean_versions", "staleness_mean", "Mean staleness of the last batch."),
     _gauge("batch", "batch_staleness_max_versions", "staleness_max", "Highest staleness in the last batch."),
-    _gauge("batch", "batch_rejected_groups", "rejected_groups", "Groups that selection rejected on the way to it."),
+    _gauge(
+        "batch",
+        "batch_rejected_groups",
+        "rejected_groups",
+        "Groups that selection rejected while the last batch was filled.",
+    ),
     _gauge(
         "batch",
         "batch_effective_sample_size_ratio",
@@ -262,7 +267,9 @@ METRICS: tuple[Metric, ...] = (
     _gauge("batch", "batch_behavior_kl_nats", "behavior_proximal_kl", "KL of the behavior from the proximal policy."),
     _gauge("batch", "batch_entropy_nats", "entropy", "Mean entropy of a sampled token."),
     _gauge("batch", "batch_gradient_norm", "grad_norm", "Norm of the gradient before clipping."),
-    _gauge("batch", "batch_skipped_steps", "skipped_steps", "Optimizer steps that a gradient that is not finite cost."),
+    _gauge(
+        "batch", "batch_skipped_steps", "skipped_steps", "Optimizer steps skipped because the gradient was not finite."
+    ),
     _gauge("batch", "batch_acknowledged_samplers", "samplers_acknowledged", "Samplers that took the last version."),
     _gauge("batch", "batch_weight_bytes", "weight_bytes", "Weights sent with the last version."),
     _gauge("batch", "batch_weight_sent_bytes", "weight_sent_bytes", "What left the trainer for the last version."),

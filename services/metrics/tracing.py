@@ -32,7 +32,7 @@ SERVICES: Mapping[Step, str] = {
     "publish": "trainer",
 }
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_FLUSH_SECONDS = 5.0
+_FLUSH_SECONDS = 2.0  # a service that is told to stop is killed some seconds later
 
 
 def is_traced() -> bool:

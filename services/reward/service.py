@@ -239,7 +239,7 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     buffer = run_buffer(recipe, redis_url, stop)
     with ExitStack() as stack:
         core = stack.enter_context(closing(ScoringCore(recipe.reward)))
-        store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id))))
+        store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id), stop)))
         servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward)))
         scorer = ScoringWorker(buffer, core, recipe.reward, name)
         jobs = JobWorker(store, core, worker=name, reward=recipe.reward, stop=stop)

@@ -6,6 +6,7 @@ import errno
 import logging
 import socket
 import ssl
+import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def main(
     with ExitStack() as stack:
         with starting():
             core = stack.enter_context(closing(ScoringCore(config.reward)))
-        store, redis = _open_store(stack, config.jobs.in_namespace("reward"), redis_url, folder)
+        store, redis = _open_store(stack, config.jobs.in_namespace("reward"), redis_url, folder, stop)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward)))
         jobs = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
         info = ServiceInfo("reward", lambda: {**core.figures(), **jobs.figures(), **store.counts()}, jobs.activity)
@@ -96,7 +97,9 @@ def _sources(info: ServiceInfo) -> Sources:
     return {"service": lambda: {"started_at": info.started_at}, "reward": info.figures, "jobs": info.figures}
 
 
-def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path) -> tuple[JobStore, RedisChild | None]:
+def _open_store(
+    stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path, stop: threading.Event
+) -> tuple[JobStore, RedisChild | None]:
     """The store, and the embedded Redis if none is named. Raises UserError if there is no room for the jobs."""
     if not redis_url:
         check_job_room(jobs, folder)
@@ -107,8 +110,8 @@ def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path
                 raise  # the command says so
             said = f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
             raise EnvironmentLackError(said) from None
-        return stack.enter_context(closing(JobStore(redis.url, jobs))), redis
-    store = stack.enter_context(closing(JobStore(redis_url, jobs)))
+        return stack.enter_context(closing(JobStore(redis.url, jobs, stop))), redis
+    store = stack.enter_context(closing(JobStore(redis_url, jobs, stop)))
     for line in check_settings(store.connection):
         log.warning(line)
     check_room(store.connection, jobs.redis_bytes)

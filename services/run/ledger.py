@@ -39,17 +39,20 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
     """Saves the recipe and creates the run's ledger, or updates its limits on resume.
 
     Replaces a run that was killed before its first batch. Raises UserError if Redis holds a run with this id or cannot
-    hold this one; the folder then holds no run.
+    hold this one; the folder then holds what it held before.
     """
     config = recipe.folder / CONFIG_FILE
     if not resume and config.exists() and not external_redis_url(recipe):
         assert not step_taken(recipe.folder), "check_run_folder refuses a folder with recorded batches"
         forget_run(recipe, buffer)
+    before = config.read_text() if config.exists() else None
     write_text(config, dump_recipe(recipe), private=True)  # its Redis URL may hold a password
     try:
         _create(buffer, recipe, resume)
     except UserError:
-        if not resume:
+        if before is not None:
+            write_text(config, before, private=True)
+        else:
             config.unlink()
         raise
 

@@ -70,8 +70,8 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._server.stop(REDIS_STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts a server that died or hangs, at a later call after its delay. Raises EnvironmentLackError on a full
-        disk, UnavailableError at the fifth death in a row.
+        """Restarts a server that died or hangs, at a later call after its delay. One that ends as it starts has died
+        again. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death in a row.
         """
         if self._server.alive and not self._hangs():
             return
@@ -82,7 +82,11 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._restart_at = None
         url = self.url
         self._server.stop()
-        self._start()
+        try:
+            self._start()
+        except EnvironmentLackError as error:
+            self._report(str(error))
+            return
         assert self.url == url, "the services know Redis by its first address"
 
     def _hangs(self) -> bool:

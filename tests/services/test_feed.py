@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services import feed_service
+from tandem.services.buffer import connection
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.feed_service import Feed, PromptStream, epoch_order
+from tandem.services.process import in_thread
 from tandem.services.run.endpoint import service_endpoint
 from tandem.services.service_info import ServiceInfo
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
-from tests.support.redis_ring import SAMPLER, claim, move, new_run, offer, restore_keys, saved_keys, train
+from tests.support.redis_ring import (
+    SAMPLER,
+    claim,
+    move,
+    new_run,
+    offer,
+    restore_keys,
+    running_redis,
+    saved_keys,
+    train,
+)
 from tests.support.service_wire import check_what_it_says
 from tests.support.waiting import eventually, looping
 
@@ -49,6 +64,13 @@ def recipe(tmp_path: Path, model: Path) -> Callable[..., Recipe]:
 
 def questions(number: int) -> list[object]:
     return [verl_row(f"{n}", str(n)) for n in range(number)]
+
+
+@pytest.fixture
+def redis_folder_url(memory_folder: Path) -> Iterator[tuple[int, str]]:
+    """Pid and URL of a server of this test alone."""
+    with running_redis(memory_folder) as url, closing(redis.Redis.from_url(url)) as client:
+        yield client.info("server")["process_id"], url
 
 
 @contextmanager
@@ -291,3 +313,35 @@ def test_only_the_prompts_that_are_asked_for_are_prepared(
     stream.run(4)
     assert len(prepared) == 4
     assert np.unique(positions(stream, 300)).size == 300
+
+
+def test_many_rows_without_a_prompt_do_not_keep_a_feed_from_ending(
+    redis_url: str, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_service, "_CHUNK_ROWS", 10)
+    settings = recipe([*["broken"] * 35, *questions(2)], shuffle=False)
+    stream = PromptStream(settings, 0)
+    runs = [[group.position for group in stream.run(4)] for _ in range(4)]
+    assert runs == [[], [], [], [35, 36]], "a look at the event that stops the feed in between"
+    buffer = new_run(redis_url, groups_per_batch=2, target_groups=2)
+    with feeding(buffer, PromptStream(settings, 0)) as feed:
+        eventually(lambda: feed.admitted == 2)
+
+
+def test_a_feed_ends_although_redis_hangs(
+    redis_folder_url: tuple[int, str], recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = redis_folder_url
+    monkeypatch.setattr(connection, "_SOCKET_SECONDS", 600.0)
+    stop = threading.Event()
+    monkeypatch.setattr(feed_service, "stop_event", lambda: stop)
+    buffer = new_run(url, groups_per_batch=2, target_groups=2, run_id="feed-test")
+    running = in_thread("feed", feed_service.main, recipe(questions(3)), url)
+    eventually(lambda: buffer.counts()["prompts_waiting"] == 2)
+    os.kill(server, signal.SIGSTOP)
+    try:
+        time.sleep(0.5)  # its calls hang now: they last a quarter of a second at most
+        stop.set()
+        running.result(60.0)
+    finally:
+        os.kill(server, signal.SIGCONT)

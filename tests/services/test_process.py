@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.services.command_line import exit_code_of
-from tandem.services.process import Repeated, SerialExecutor
+from tandem.services.process import PARENT_VARIABLE, Repeated, SerialExecutor
 
 CODE = """
 import os
@@ -145,3 +145,28 @@ def test_a_serial_executor_makes_calls_in_order_in_one_thread_and_gives_back_the
     assert (futures[0].result(10), futures[2].result(10), made) == ("serial", "serial", [0, 1, 2])
     thread.join(10)
     assert not thread.is_alive() and thread.daemon
+
+
+STUCK = """
+import os, signal, time
+from tandem.services import process
+process._SLOW_STOP_SECONDS = 0.1
+stop = process.stop_event()
+
+def waits_for_ever():
+    time.sleep(600)
+
+os.kill(os.getpid(), signal.SIGTERM)
+print(stop.wait(30), flush=True)
+waits_for_ever()
+"""
+
+
+def test_a_service_that_does_not_stop_in_time_says_where_it_is() -> None:
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    command = [sys.executable, "-c", STUCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == "True\n"
+        assert any(" in waits_for_ever" in line for line in child.stderr), "read until the process ends"
+        child.kill()

@@ -7,6 +7,7 @@ results. If the holder of a lease dies, the chunk returns to its place; results 
 from __future__ import annotations
 
 import re
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -122,10 +123,11 @@ class JobStore:
     other owners do not exist either.
     """
 
-    def __init__(self, redis_url: str, config: JobsConfig) -> None:
+    def __init__(self, redis_url: str, config: JobsConfig, stop: threading.Event | None = None) -> None:
+        """Once `stop` is set, no call waits for long."""
         assert config.namespace, "the caller fills in the default"
         self.config = config
-        self.connection = Connection(redis_url, config.namespace, _JOBS)
+        self.connection = Connection(redis_url, config.namespace, _JOBS, stop=stop)
         limits = (config.max_unscored_bytes, config.result_bytes)
         self.connection.run("configure", milliseconds(config.retention_seconds), *limits)
 

@@ -90,9 +90,16 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         return [] if claim is None else [claim]
 
     def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
-        """Extends leases. Returns the tokens of lost leases. Partial results are saved by `JobStore.save` instead."""
-        assert not partials
-        return self._store.renew(leases, self._lease_seconds)
+        """Extends leases. Returns the tokens of lost leases. There are partial results only of a chunk that its thread
+        has given back, and that is not released yet.
+        """
+        lost = set(self._store.renew(leases, self._lease_seconds))
+        for lease in leases:
+            if lease.token in partials and lease.token not in lost:
+                partial = partials[lease.token]
+                if not self._store.save(lease, partial=partial, under_way=0, cleared=False):
+                    lost.add(lease.token)
+        return lost
 
     def complete(self, finished: Sequence[tuple[ChunkClaim, ChunkResult]]) -> Collection[int]:
         return [lease.token for lease, result in finished if not self._store.complete(lease, result)]

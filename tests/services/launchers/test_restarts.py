@@ -72,3 +72,24 @@ def test_a_death_while_redis_is_away_does_not_count(tmp_path: Path, monkeypatch:
     processes.redis_silence = lambda: 60.0 if processes.children[0].restarts < deaths else 0.0
     assert processes.run() == FAILED
     assert processes.children[0].restarts == deaths + redis_child.MOST_DEATHS - 1
+
+
+def test_a_replica_starts_although_the_one_it_waits_for_leaves(tmp_path: Path) -> None:
+    processes = ProcessGroup(report=[].append)
+    specs = [
+        ChildSpec(name, (sys.executable, "-c", SLEEP), tmp_path / f"{name}.log", start_after=after)
+        for name, after in (("trainer", ""), ("rollout-0", ""), ("rollout-1", "rollout-0"))
+    ]
+    processes.add(specs)
+    processes.last_heartbeat = lambda name: 0.0
+    states: list[str] = []
+
+    def poll() -> None:
+        states.append(processes.states()["rollout-1"][0])
+        processes.set_replicas("rollout", specs[2:])
+        if states[-1] == "starting":
+            processes.finish()
+
+    processes.on_poll.append(poll)
+    assert processes.run() == FINISHED
+    assert states[0] == "waiting" and set(states) == {"waiting", "starting"}

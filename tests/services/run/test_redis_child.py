@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from tandem.protos.errors import UnavailableError
+from tandem.protos.errors import EnvironmentLackError, UnavailableError
+from tandem.services.buffer.redis_server import EmbeddedRedis
 from tandem.services.launchers.process_group import ProcessGroup
 from tandem.services.launchers.supervisor import OutageReport
 from tandem.services.run import redis_child
@@ -97,6 +98,22 @@ def test_a_redis_that_answers_is_not_killed_for_the_silence_of_who_asks_it(serve
     server.silence = 1000.0  # the supervisor itself was stopped
     server.child._started_at -= 1000.0
     assert server.restarted() and server.child._server.pid == first and server.said == []
+
+
+def test_a_redis_that_ends_as_it_starts_is_started_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = iter([EnvironmentLackError("redis-server ended as it started: killed"), redis_child.start_redis])
+
+    def started(folder: Path) -> EmbeddedRedis:
+        outcome = next(start)
+        if isinstance(outcome, EnvironmentLackError):
+            raise outcome
+        return outcome(folder)
+
+    monkeypatch.setattr(redis_child, "start_redis", started)
+    server.kill()
+    eventually(server.restarted)
+    died = "Redis died; restarting it from its append-only file in"
+    assert server.said == [f"{died} 0.01 s", "redis-server ended as it started: killed", f"{died} 0.02 s"]
 
 
 @pytest.fixture

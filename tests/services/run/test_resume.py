@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.protos.errors import ConfigError
+from tandem.protos.errors import ConfigError, RunExistsError
+from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
+from tandem.services.run.ledger import create_ledger
 from tandem.services.run.resume import FREE, check_resumable, forbidden_changes, with_automatic_values
 from tests.support.run_inputs import Values, recipe_of
 
@@ -147,3 +151,24 @@ def test_a_resumed_run_keeps_the_zero_stage_that_it_began_with(values: Values) -
     assert with_automatic_values(recipe, resume=False) == began, "a run that is started over does not"
     other = with_automatic_values(recipe_of(values, trainer={"zero_stage": 1}), resume=True)
     assert "trainer.zero_stage was 3" in refusal(other), "a stage that is given is not replaced"
+
+
+def test_a_start_that_redis_refuses_leaves_the_folder_as_it_was(
+    values: Values, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_URL", redis_url)
+    run_id = f"refused-{uuid.uuid4().hex[:12]}"
+    began = recipe_of(values, run={"run_id": run_id})
+    other = recipe_of(values, run={"run_id": run_id, "seed": 1})
+    config = began.folder / CONFIG_FILE
+    began.folder.mkdir()
+    with closing(Buffer(redis_url, run_id)) as buffer:
+        create_ledger(buffer, began, resume=False)
+        text = config.read_text()
+        with pytest.raises(RunExistsError):
+            create_ledger(buffer, other, resume=False)
+        assert config.read_text() == text
+        config.unlink()
+        with pytest.raises(RunExistsError):
+            create_ledger(buffer, other, resume=False)
+        assert not config.exists()

@@ -4,8 +4,13 @@ calls are refused.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -22,12 +27,16 @@ from tandem.protos.errors import (
     JobExistsError,
     JobLimitError,
     LedgerError,
+    UnavailableError,
     UnknownJobError,
 )
+from tandem.services.buffer import connection
 from tandem.services.cli import app
 from tandem.services.clients import RewardClient
-from tandem.services.config.recipe import JobsConfig
+from tandem.services.config.recipe import JobsConfig, RewardConfig
+from tandem.services.leases import SHUTDOWN, Held
 from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
+from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.rpc.client import translated
 from tests.services.reward.conftest import LEASE_SECONDS, claim, finish, keys_of, new_store, submit
 from tests.support.dataset_files import write_lines
@@ -363,3 +372,27 @@ def test_memory_does_not_grow_with_the_size_of_a_job(tmp_path: Path) -> None:
     found = measure(tmp_path, (20_000, 200_000))
     assert [job["rows"] for job in found] == [20_000, 200_000]
     assert [line for line, met in demands(found) if not met] == []
+
+
+def test_a_renewal_saves_the_results_of_a_chunk_whose_thread_has_given_it_back(store: JobStore) -> None:
+    submit(store, 2, 2, seal=True)
+    first, second = claim(store), claim(store)
+    lost = replace(second, token=second.token + 1000)
+    held = [Held(first, unsaved=lambda: b"of the first"), Held(lost, unsaved=lambda: b"of a lost lease")]
+    worker = JobWorker(store, ScriptedCore(), worker="one", reward=RewardConfig(), stop=threading.Event())
+    assert asyncio.run(worker.loop.save(held)) == {lost.token}
+    assert worker.release(first, SHUTDOWN, held[0].take_unsaved()) == "requeued"
+    assert store.give_back(second, attempts=0, partial=b"", pause_seconds=0.0)
+    assert {(one.index, one.partial) for one in (claim(store), claim(store))} == {(0, b"of the first"), (1, b"")}
+
+
+def test_a_store_that_is_told_to_stop_does_not_wait_for_its_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "OUTAGE_SECONDS", 600.0)
+    stop = threading.Event()
+    with running_redis(tmp_path) as url, closing(JobStore(url, JobsConfig(namespace="stop"), stop)) as store:
+        os.kill(redis.Redis.from_url(url).info("server")["process_id"], signal.SIGKILL)
+        stop.set()
+        with pytest.raises(UnavailableError):
+            store.list_jobs(10)
