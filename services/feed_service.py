@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from concurrent.futures import wait
 from functools import lru_cache
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -236,7 +237,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
         admitting = in_thread("admissions", feed.run, stop)
         admitting.add_done_callback(lambda _: stop.set())
         stop.wait()
-        try:
-            admitting.result(_STOP_SECONDS)
-        except TimeoutError:
-            log.warning("ends while Redis at %s does not answer", buffer.place)
+        if wait([admitting], _STOP_SECONDS).done:
+            admitting.result()
+        else:
+            log.warning("ends in the middle of a call (%s); Redis is at %s", feed.activity, buffer.place)

@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` exits when the supervisor does (`die_with_parent`)."""
 
+PROCESS_MARK_VARIABLE = "TANDEM_PROCESS_MARK"
+"""`<run token>:<child>` of a supervisor's child, inherited by everything it starts, in any session, and killed with it.
+"""
+
 _SLOW_STOP_SECONDS = 5.0  # a supervisor kills its services after 6 s
 
 _PR_SET_PDEATHSIG = 1
@@ -94,7 +98,7 @@ def stop_event() -> threading.Event:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         # In a thread, because the interrupted main thread may hold the event's lock.
         threading.Thread(target=event.set, name="stop").start()
-        if PARENT_VARIABLE in os.environ:
+        if PROCESS_MARK_VARIABLE in os.environ:
             faulthandler.dump_traceback_later(_SLOW_STOP_SECONDS)
         signal.signal(number, signal.SIG_DFL)
 

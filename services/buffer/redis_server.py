@@ -139,6 +139,9 @@ def start_redis(folder: Path) -> EmbeddedRedis:
             _replace_torn_file(server, data)
         elif sum(file.stat().st_size for file in _append_only_files(data)) > _REWRITE_BYTES:
             _begin_rewrite(server)
+    except redis.ConnectionError as error:
+        server.stop()
+        raise EnvironmentLackError(f"redis-server ended as it started: {error} (see {log_file})") from error
     except BaseException:
         server.stop()
         raise

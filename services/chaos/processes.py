@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from tandem.services.chaos.schedule import SUPERVISOR
-from tandem.services.launchers.children import PROCESS_MARK_VARIABLE
-from tandem.services.process import dying_with_parent
+from tandem.services.process import PROCESS_MARK_VARIABLE, dying_with_parent
 from tandem.services.run.folder import CONFIG_FILE
 
 STOP_SECONDS = 15.0

@@ -16,7 +16,6 @@ from tandem.services.control.launcher import Launcher, StartedByHand
 from tandem.services.control.server import control_server
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
-from tandem.services.run.endpoint import run_buffer
 
 LauncherName = Literal["compose", "kubernetes", "none"]
 
@@ -37,7 +36,7 @@ def main(recipe: Recipe, redis_url: str, launcher: LauncherName) -> None:
     configure_logging("controller", run=recipe.run.run_id)
     stop = stop_event()
     with ExitStack() as stack:
-        buffer = stack.enter_context(closing(run_buffer(recipe, redis_url, stop)))
+        buffer = stack.enter_context(closing(Buffer(redis_url, recipe.run.run_id, stop=stop)))
         made = _LAUNCHERS[launcher](buffer)
         lease = stack.enter_context(Lease(buffer, uuid.uuid4().hex))
         controller = stack.enter_context(Controller(recipe, buffer, made, lease))

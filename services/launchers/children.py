@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tandem.services.process import PARENT_VARIABLE
+from tandem.services.process import PARENT_VARIABLE, PROCESS_MARK_VARIABLE
 from tandem.services.run.folder import cannot_write
 from tandem.services.run.redis_child import RestartPolicy
 from tandem.trainer.backend.registry import RANK_VARIABLES
 
 State = Literal["waiting", "starting", "running", "restarting", "draining", "stopped", "failed"]
-
-PROCESS_MARK_VARIABLE = "TANDEM_PROCESS_MARK"
-"""`<run token>:<child>`, inherited by everything a child starts, in any session, and killed with the child."""
 
 _EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 

@@ -176,8 +176,8 @@ def check_backend(recipe: Recipe, own_gpus: Mapping[str, int] | None = None) -> 
         )
     all_here = {"trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size": gpus_wanted(recipe)}
     ((keys, wanted),) = (own_gpus or all_here).items()
-    if backend != "ipc" and gpus and wanted > len(gpus) and not torch_version().endswith("+cpu"):
-        fault = f"weights.backend={backend} needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}"
+    if backend == "nccl" and wanted > len(gpus):
+        fault = f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}"
         raise ConfigError(f"{fault}; lower these, or share one GPU with weights.backend=ipc")
     if recipe.trainer.num_nodes > 1:
         _check_nodes(recipe)

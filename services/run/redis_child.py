@@ -60,6 +60,8 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         self._killed: EmbeddedRedis | None = None
         self._restart_at: float | None = None
         """Monotonic time at which a dead server is started again."""
+        self._fault = ""
+        """Why the last start failed."""
         self._start()
 
     @property
@@ -85,6 +87,7 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         try:
             self._start()
         except EnvironmentLackError as error:
+            self._fault = f" ({error})"
             self._report(str(error))
             return
         assert self.url == url, "the services know Redis by its first address"
@@ -109,10 +112,11 @@ class RedisChild(AbstractContextManager["RedisChild"]):
         delay = self._policy.delay(time.monotonic() - self._started_at, self._progress())
         if delay is None:
             often = f"Redis died {self._policy.deaths} times in a row without progress"
-            raise UnavailableError(f"{often}; see {self._folder / 'logs' / 'redis.log'}")
+            raise UnavailableError(f"{often}{self._fault}; see {self._folder / 'logs' / 'redis.log'}")
         self._report(f"Redis died; restarting it from its append-only file in {delay:g} s")
         return delay
 
     def _start(self) -> None:
-        self._server = start_redis(self._folder)
         self._started_at = time.monotonic()
+        self._server = start_redis(self._folder)
+        self._fault = ""

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.services.command_line import exit_code_of
-from tandem.services.process import PARENT_VARIABLE, Repeated, SerialExecutor
+from tandem.services.process import PROCESS_MARK_VARIABLE, Repeated, SerialExecutor
 
 CODE = """
 import os
@@ -163,7 +163,7 @@ waits_for_ever()
 
 
 def test_a_service_that_does_not_stop_in_time_says_where_it_is() -> None:
-    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    environment = {**os.environ, PROCESS_MARK_VARIABLE: "run:feed"}
     command = [sys.executable, "-c", STUCK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None and child.stderr is not None

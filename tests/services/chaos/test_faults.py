@@ -17,8 +17,7 @@ from tandem.services.chaos.processes import service_of
 from tandem.services.chaos.proxy import RedisProxy, check_passable
 from tandem.services.chaos.redis import OwnRedis
 from tandem.services.chaos.schedule import SUPERVISOR
-from tandem.services.launchers.children import PROCESS_MARK_VARIABLE
-from tandem.services.process import in_thread
+from tandem.services.process import PROCESS_MARK_VARIABLE, in_thread
 from tests.support.processes import has_ended, run_python
 from tests.support.waiting import eventually
 

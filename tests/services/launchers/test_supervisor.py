@@ -19,7 +19,7 @@ import pytest
 
 from tandem.protos.errors import LINES_ABOVE
 from tandem.services.launchers import process_group
-from tandem.services.launchers.children import PROCESS_MARK_VARIABLE, ChildSpec, kill_marked
+from tandem.services.launchers.children import ChildSpec, kill_marked
 from tandem.services.launchers.process_group import (
     FAILED,
     FINISHED,
@@ -28,6 +28,7 @@ from tandem.services.launchers.process_group import (
     USER_ERROR,
     ProcessGroup,
 )
+from tandem.services.process import PROCESS_MARK_VARIABLE
 from tandem.services.run import redis_child
 from tests.support.paths import ROOT
 from tests.support.processes import has_ended, run_python

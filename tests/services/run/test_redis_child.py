@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -114,6 +115,17 @@ def test_a_redis_that_ends_as_it_starts_is_started_again(server: Server, monkeyp
     eventually(server.restarted)
     died = "Redis died; restarting it from its append-only file in"
     assert server.said == [f"{died} 0.01 s", "redis-server ended as it started: killed", f"{died} 0.02 s"]
+
+
+def test_a_redis_that_cannot_start_any_more_is_given_up_with_the_cause(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.child._started_at -= 1000.0  # it worked for a long time
+    monkeypatch.setattr(redis_child, "start_redis", Mock(side_effect=EnvironmentLackError("its file is damaged")))
+    server.kill()
+    with pytest.raises(UnavailableError, match=r"died 5 times in a row without progress \(its file is damaged\); see"):
+        eventually(server.restarted)
+    assert server.said.count("its file is damaged") == redis_child.MOST_DEATHS - 1
 
 
 @pytest.fixture
