@@ -28,7 +28,9 @@ class RolloutConfig(Options):
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
     """n: trajectories of one group, all sampled by one engine."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
-    """Sampling temperature of training samples; log-probs are recorded and recomputed under it. vLLM takes 0.01 to 2."""
+    """Sampling temperature of training samples; log-probs are recorded and recomputed under it. vLLM takes
+    0.01 to 2.
+    """
     top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K)] = 0
     """Samples only from the k most likely tokens; 0: from all. Which ones were left travels with the answer, up to 4·k
     bytes a token, because the trainer's log-probs are over the same tokens.
