@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -342,6 +343,7 @@ def test_a_feed_ends_although_redis_hangs(
     try:
         time.sleep(0.5)  # its calls hang now: they last a quarter of a second at most
         stop.set()
-        running.result(60.0)
+        assert wait([running], 60.0).done, "it does not wait for the answer"
+        running.result()
     finally:
         os.kill(server, signal.SIGCONT)
