@@ -116,6 +116,24 @@ class Unhurried(Noted):
         return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
 
 
+class Halted(Noted):
+    """Answers the first action of each episode, the others once there is the file `go` in the folder. There is `halted`
+    when one of them waits. Evaluations do not wait.
+    """
+
+    resume = "replay"
+    num_steps = 0
+
+    async def step(self, action: Mapping[str, Any], *, deadline: float, idempotency_key: str) -> StepResult:
+        assert self.marks is not None
+        self.num_steps += 1
+        waits = self.num_steps > 1 and not self.name.startswith("eval-")
+        while waits and not (self.marks / "go").exists():
+            (self.marks / "halted").touch()
+            await asyncio.sleep(0.05)
+        return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
+
+
 class Judged(Noted):
     """Earns 2 where a limit ends its episode. With `faults`, it raises at the first such end."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,6 @@ from tests.support.whole_run import WholeRun, service_process
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BATCHES = 12
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
-
-
-def running_redis(run: WholeRun, supervisor: subprocess.Popen[str]) -> str:
-    """The URL of the run's Redis, once the first batch is trained."""
-    run.wait_for(lambda: bool(run.metrics()), supervisor)
-    return redis_url_of(load_recipe(run.recipe))
 
 
 def num_opened(redis_url: str) -> float:
@@ -58,21 +51,25 @@ def test_a_run_whose_sampler_and_environments_are_killed_in_the_middle_of_episod
         rollout={"samples_per_prompt": 4, "stop": tuple(LETTERS)},
         environment={
             "service": True,
-            "path": "tests.support.environments:Unhurried",
+            "path": "tests.support.environments:Halted",
             "arguments": {"faults": {"a": "once raise"}, "marks": str(tmp_path)},
             "max_turns": 4,
             "max_turn_tokens": 16,
+            "step_seconds": 120.0,
         },
         reward={"scorer": "earned"},
         eval={"sets": [{**held_out, "name": "held_out"}, {**held_out, "environment": "none", "scorer": "exact"}]},
     )
     supervisor = run.start("run", str(run.recipe))
-    address = running_redis(run, supervisor)
+    run.wait_for(lambda: (tmp_path / "halted").exists(), supervisor)
+    address = redis_url_of(load_recipe(run.recipe))
     run.wait_for(lambda: max(saved_turns(address), default=0) >= 1, supervisor)
+    run.wait_for(lambda: bool(JsonLines(run.folder / EVALUATIONS_FILE).read()), supervisor)
     service_process(supervisor, "environments").kill()
     run.wait_for(lambda: num_opened(address) > 0, supervisor)
     run.wait_for(lambda: max(saved_turns(address), default=0) >= 1, supervisor)
     service_process(supervisor, "rollout").kill()
+    (tmp_path / "go").touch()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_evaluations(run)
