@@ -143,8 +143,10 @@ def test_a_program_killed_twice_for_lack_of_memory_is_infrastructure(
 
 
 def test_memory_kills_reads_the_kernels_count() -> None:
+    figures = Path("/proc/vmstat")
+    known = figures.exists() and "\noom_kill " in figures.read_text()
     kills = memory_kills()
-    assert kills is None or 0 <= kills <= (memory_kills() or 0)
+    assert kills is not None and kills >= 0 if known else kills is None
 
 
 @pytest.mark.parametrize("victim", ["keeper", "guest"])
