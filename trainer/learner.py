@@ -307,7 +307,9 @@ class Learner(Rank):
         """Writes the policy as a Hugging Face folder and replaces an existing one. LoRA adapters are merged into it,
         and also written separately to `<folder>-adapter`. Raises EnvironmentLackError if the disk is full.
         """
-        weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0)
+        # Weights that this rank holds whole do not change before this returns.
+        copy = not self.gathers_in_threads
+        weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0, copy=copy)
         if self.rank == 0:
             write_export(self._model, weights, self._source, folder)
         if self._adapters is not None:

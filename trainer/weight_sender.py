@@ -121,6 +121,9 @@ class WeightSender:
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._base_algorithm: DigestAlgorithm | None = None
         self._copy: WeightCopy | None = None
+        self._copy_lock = threading.Lock()
+        self._num_readers = 0
+        """Of copies: late joiners that are being sent one, and folders that are being written."""
         self._prepared: WeightGroupAddress | None = None
         self._group: WeightGroup | None = None
         self._exported: list[torch.Tensor] = []
@@ -133,7 +136,7 @@ class WeightSender:
     @property
     def copy(self) -> WeightCopy:
         """The newest version, for late joiners; only on rank 0."""
-        assert self._copy is not None, "a copy exists once a version was broadcast"
+        assert self._copy is not None, "a copy exists once a version was broadcast, until the next snapshot"
         return self._copy
 
     def manifest(
@@ -188,8 +191,20 @@ class WeightSender:
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
-        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0."""
-        return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm))
+        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0.
+
+        It takes the memory of the copy, and there is no copy until `broadcast`, unless a late joiner reads it or
+        differences to it are sent.
+        """
+        memory = self._memory_of_copy() if manifest.buckets else ()
+        return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, memory))
+
+    def _memory_of_copy(self) -> tuple[torch.Tensor, ...]:
+        with self._copy_lock:
+            if self._copy is None or self._num_readers or self._encoding != "full":
+                return ()
+            memory, self._copy = self._copy.buffers, None
+        return memory
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
@@ -264,14 +279,21 @@ class WeightSender:
         self.sent_bytes += len(message)
 
     def _filled(
-        self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device, algorithm: DigestAlgorithm
+        self,
+        buckets: Sequence[BucketSpec],
+        gather: Gather,
+        device: torch.device,
+        algorithm: DigestAlgorithm,
+        memory: Sequence[torch.Tensor] = (),
     ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
-        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket with its digest."""
-        for spec in buckets:
+        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket with its digest, in `memory`, which
+        is that of other weights in the same buckets, or in new memory.
+        """
+        for number, spec in enumerate(buckets):
             with gather([tensor.name for tensor in spec.tensors]) as tensors:
                 if self._source.rank != 0:
                     continue
-                buffer = empty_bucket(spec, device)
+                buffer = memory[number] if memory else empty_bucket(spec, device)
                 digest = fill_bucket(spec, tensors, buffer, algorithm)
             yield replace(spec, digest=digest), buffer
 
@@ -286,26 +308,30 @@ class WeightSender:
     ) -> CopyTransfer:
         """Rank 0: sends the copy to one late joiner in a background thread, over a separate gloo group.
 
-        It does not use the trainer's communicators. The caller sends the address and the manifest to the sampler, then
-        checks `finished`.
+        It does not use the trainer's communicators. The caller sends the address and the manifest to the sampler.
+        Raises WeightTransferError while a new version replaces the copy.
         """
-        copy = self._copy_to_send(brings_base)
+        copy = self._borrowed_copy(brings_base)
         address = WeightGroupAddress(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo")
 
         def serve() -> None:
-            # The sampler's own reply tells of a failure.
-            with suppress(TandemError), closing(self._connect(address, _CPU, timeout_seconds)) as group:
-                for buffer in copy.buffers:
-                    _send_message(group, buffer, copy.manifest, timeout_seconds)
+            try:
+                # The sampler's own reply tells of a failure.
+                with suppress(TandemError), closing(self._connect(address, _CPU, timeout_seconds)) as group:
+                    for buffer in copy.buffers:
+                        _send_message(group, buffer, copy.manifest, timeout_seconds)
+            finally:
+                self._return_copy()
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
         return CopyTransfer(address, replace(copy.manifest, backend="gloo", location=""))
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy atomically as safetensors, one file per bucket, and returns its `disk` manifest.
-        Raises EnvironmentLackError if the disk is full or the folder cannot be written.
+        Raises EnvironmentLackError if the disk is full or the folder cannot be written, and WeightTransferError while
+        a new version replaces the copy.
         """
-        copy = self._copy_to_send(brings_base)
+        copy = self._borrowed_copy(brings_base)
         folder = folder.absolute()
         try:
             with atomic_folder(folder) as begun:
@@ -315,6 +341,8 @@ class WeightSender:
             raise EnvironmentLackError(
                 f"weights cannot be written to {folder}: {error}; free space or choose another folder"
             ) from error
+        finally:
+            self._return_copy()
         return replace(copy.manifest, backend="disk", location=str(folder))
 
     def interrupt(self) -> None:
@@ -333,12 +361,21 @@ class WeightSender:
         assert self._store is not None, "a sender without a store opens no group"
         return WeightGroup(address, 0, device, timeout_seconds, self._store)
 
-    def _copy_to_send(self, brings_base: bool) -> WeightCopy:
-        copy = self.copy  # read once, because the next version may replace it meanwhile
+    def _borrowed_copy(self, brings_base: bool) -> WeightCopy:
+        """The newest version, whose memory is not used again before `_return_copy`."""
+        with self._copy_lock:
+            copy = self._copy
+            if copy is None:
+                raise WeightTransferError("a new version is being copied")
+            self._num_readers += 1
         if not brings_base:
             return copy
         assert self._base_buffers is not None, "the base is held from the first version on"
         return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
+
+    def _return_copy(self) -> None:
+        with self._copy_lock:
+            self._num_readers -= 1
 
 
 def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:

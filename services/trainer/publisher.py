@@ -295,6 +295,8 @@ class Publisher:
         manifest = None
         try:
             manifest = self._send_newest(link)
+        except WeightTransferError as error:
+            log.info("weights: sampler %s is caught up later: %s", sampler.id, error)
         finally:
             link.note_catch_up(manifest is not None)
             self._release([link])

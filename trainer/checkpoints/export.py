@@ -25,15 +25,17 @@ _PORTION_BYTES = 1 << 26
 Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
-def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all parameters in host memory, gathered in portions. All ranks must call it; ranks without `keep` get
-    none.
+def collect_weights(
+    specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool, copy: bool = True
+) -> dict[str, torch.Tensor]:
+    """All parameters in host memory, gathered in portions; without `copy` as they are gathered, where that is host
+    memory. All ranks must call it; ranks without `keep` get none.
     """
     weights: dict[str, torch.Tensor] = {}
     for portion in plan_buckets(specs, _PORTION_BYTES):
         with gather([tensor.name for tensor in portion.tensors]) as tensors:
             if keep:
-                weights.update((name, tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
+                weights.update((name, tensor.to("cpu", copy=copy)) for name, tensor in tensors.items())
     return weights
 
 

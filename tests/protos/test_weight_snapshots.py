@@ -1,0 +1,85 @@
+"""Rank 0 holds the weights once beside those that it trains: a snapshot takes the memory of the version before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tandem.protos.errors import WeightTransferError
+from tandem.protos.manifest import encode_manifest
+from tandem.rollout.weight_receiver import StagedReceiver
+from tandem.trainer.weight_sender import CopyTransfer, WeightSender
+from tests.protos.test_weight_group import CPU, TIMEOUT, Tensors, equal, wait
+from tests.support.memory_store import IN_MEMORY
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def source() -> Tensors:
+    return Tensors()
+
+
+@pytest.fixture
+def sender(source: Tensors) -> Iterator[WeightSender]:
+    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY)
+    yield sender
+    sender.close()
+
+
+def publish(sender: WeightSender, version: int) -> set[int]:
+    """Publishes a version from a snapshot and returns the addresses of its buckets."""
+    manifest = sender.manifest(1, version, "gloo")
+    snapshot = sender.snapshot(manifest)
+    sender.broadcast(manifest, TIMEOUT, snapshot)
+    return {buffer.data_ptr() for _, buffer in snapshot}
+
+
+def received(offer: CopyTransfer, source: Tensors) -> dict[str, torch.Tensor]:
+    """What a late joiner receives that takes the offer."""
+    receiver = StagedReceiver(CPU, 0, source.shapes(), frozenset())
+    receiver.start_join(asdict(offer.address), 1, IN_MEMORY, TIMEOUT)
+    assert wait(receiver)["error"] is None
+    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
+    assert wait(receiver)["error"] is None
+    return dict(receiver.take())
+
+
+def test_a_snapshot_takes_the_memory_of_the_version_before(source: Tensors, sender: WeightSender) -> None:
+    first = publish(sender, 0)
+    source.tensors["head"] += 1
+    assert publish(sender, 1) == first
+    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
+
+
+def test_there_is_no_copy_for_late_joiners_while_a_version_replaces_it(sender: WeightSender) -> None:
+    publish(sender, 0)
+    manifest = sender.manifest(1, 1, "gloo")
+    snapshot = sender.snapshot(manifest)
+    with pytest.raises(WeightTransferError, match="a new version is being copied"):
+        sender.start_copy("127.0.0.1", 1, TIMEOUT)
+    sender.broadcast(manifest, TIMEOUT, snapshot)
+    assert sender.copy.manifest.policy_version == 1
+    sender.snapshot(sender.manifest(1, 2, "gloo", changed=False))
+    assert sender.copy.manifest.policy_version == 1, "equal weights need no copy"
+
+
+def test_a_copy_that_a_late_joiner_reads_keeps_its_memory(source: Tensors, sender: WeightSender) -> None:
+    first = publish(sender, 0)
+    before = Tensors()
+    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
+    source.tensors["head"] += 1
+    assert not publish(sender, 1) & first
+    assert equal(received(offer, source), before)
+    second = {buffer.data_ptr() for buffer in sender.copy.buffers}
+    eventually(lambda: sender._num_readers == 0)
+    assert publish(sender, 2) == second
+
+
+def test_a_copy_that_differences_are_sent_to_is_kept(source: Tensors) -> None:
+    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
+    first = publish(sender, 0)
+    assert not {buffer.data_ptr() for _, buffer in sender.snapshot(sender.manifest(1, 1, "gloo"))} & first
+    assert sender.base == (1, 0)
