@@ -196,7 +196,7 @@ async def _raw(pipe: Connection, arguments: SamplerArguments, folder: Path) -> N
     async def sample(prompts: list[Prompt]) -> None:
         ids = [TokensPrompt(prompt_token_ids=prompt.token_ids.tolist()) for prompt in prompts]
         length = prompts[0].sampling.max_tokens
-        params = SamplingParams(n=SAMPLES, max_tokens=length, logprobs=0, flat_logprobs=True)
+        params = SamplingParams(n=SAMPLES, max_tokens=length, logprobs=0, flat_logprobs=True, detokenize=False)
         outputs = llm.generate(ids, params, use_tqdm=False)
         assert all(len(one.token_ids) == length for output in outputs for one in output.outputs)
 

@@ -60,7 +60,6 @@ def main(folder: Path, *, generation: bool = False) -> int:
     if num_ranks > 1 and not is_rank:  # all on this machine, even if the run used several
         command = [sys.executable, "-m", "tandem.services.commands.replay", str(folder)]
         return run_local_ranks([*command, GENERATION] if generation else command, num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the trainer of a run that recorded no number of threads
     with ExitStack() as stack:
         sampler = None
         if generation and int(os.environ.get("RANK", 0)) == 0:

@@ -19,7 +19,7 @@ from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
 from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
-from tandem.services.config import Recipe
+from tandem.services.config import Recipe, load_resolved
 from tandem.services.config.recipe import JobsConfig
 from tandem.services.metrics.ports import port_offset
 from tandem.services.run.endpoint import check_network
@@ -80,19 +80,24 @@ def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) 
 def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Checks that this machine has the devices, the addresses and the memory for all services of the run."""
     check_backend(recipe)
-    check_threads(recipe)
+    check_threads(recipe, "trainer", "rollout")
     check_network(recipe)
     check_ports(recipe)
     check_memory(recipe, facts)
 
 
-def check_threads(recipe: Recipe) -> None:
-    """Checks that this machine has a core for each thread. A run that has begun keeps its number."""
-    cores = num_cores()
-    numbers = {"trainer.num_threads": recipe.trainer.num_threads, "rollout.num_threads": recipe.rollout.num_threads}
-    for key, number in numbers.items():
-        if number != "auto" and number > cores and not (recipe.folder / CONFIG_FILE).exists():
-            raise ConfigError(f'{key} is {number} and this machine has {cores} cores: lower it, or set it to "auto"')
+def check_threads(recipe: Recipe, *services: str) -> None:
+    """Checks that this machine has a core for each thread of a trainer's rank and of a sampler's worker. A run that has
+    begun keeps its numbers.
+    """
+    cores, config = num_cores(), recipe.folder / CONFIG_FILE
+    begun = load_resolved(config) if config.is_file() else None
+    for service in services:
+        number = getattr(recipe, service).num_threads
+        known = getattr(begun, service).num_threads if begun else None
+        if number not in ("auto", known) and number > cores:
+            fault = f"{service}.num_threads is {number} and this machine has {cores} cores"
+            raise ConfigError(f'{fault}: lower it, or set it to "auto"')
 
 
 def check_files(recipe: Recipe) -> None:
@@ -112,10 +117,12 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
         training_backends.check_backend(recipe.trainer)
         check_models(recipe)
         check_backend(recipe, {"trainer.num_ranks": recipe.trainer.num_ranks})
+        check_threads(recipe, service)
     elif service == "rollout":
         find_engine(recipe.rollout.engine).check(recipe.rollout)
         check_model(recipe)
         check_backend(recipe, {"rollout.tensor_parallel_size": recipe.rollout.tensor_parallel_size})
+        check_threads(recipe, service)
     elif service == "feed":
         check_dataset(recipe)
         check_model(recipe)

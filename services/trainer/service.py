@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
+import torch
+
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import TrainingError
 from tandem.protos.manifest import algorithm_of_backend
@@ -65,9 +67,8 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
     """
     with starting():
         learner, sender = make_learner(recipe, redis_store(redis_url, recipe.run.run_id, "weights"))
-    if learner.rank == 0 and recipe.trainer.backend == "deepspeed":
-        stage, dtype = recipe.trainer.resolved_zero_stage, recipe.trainer.dtype
-        log.info("trains with ZeRO stage %d in %s (ranks: %d)", stage, dtype, learner.world_size)
+    if learner.rank == 0:
+        log.info("trains with %s", _chosen(recipe, learner))
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = run_buffer(recipe, redis_url, stop)
@@ -89,6 +90,14 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event, *, hands_ove
             rank_zero.close()  # the other services may end only now
             orders.end_run("finished")
         return finished or orders.ended() != ""
+
+
+def _chosen(recipe: Recipe, learner: Learner) -> str:
+    """What stands for `auto`, for the log."""
+    trainer = recipe.trainer
+    backend = f"ZeRO stage {trainer.resolved_zero_stage}" if trainer.backend == "deepspeed" else trainer.backend
+    threads = f", threads of each: {torch.get_num_threads()}" if learner.device.type == "cpu" else ""
+    return f"{backend} in {trainer.dtype} (ranks: {learner.world_size}{threads})"
 
 
 def load(learner: Learner, found: ResumePoint | None, *, loaded: str = "") -> ResumePoint:

@@ -22,8 +22,8 @@ def join_process_group(timeout_seconds: float) -> torch.device:
     """Joins the other ranks that the environment names (`RANK_VARIABLES`; a group of one without them) and returns
     this rank's device.
 
-    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them). If all ranks are on
-    one machine, gloo listens on loopback.
+    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank. If all ranks are on one machine, gloo listens on
+    loopback.
     """
     # torch warns at every collective.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
@@ -58,7 +58,7 @@ def _device() -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(1)  # whatever OMP_NUM_THREADS is: sums depend on it
     torch.use_deterministic_algorithms(True)
     # Training never reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -265,7 +265,22 @@ def test_more_threads_than_cores_are_refused_before_the_run_begins(values: Value
     cores = len(os.sched_getaffinity(0))
     check_recipe(recipe_of(values, **{table: {"num_threads": cores}}), resume=False)
     recipe = recipe_of(values, **{table: {"num_threads": cores + 1}})
-    refused(ConfigError, recipe, f"{table}.num_threads is {cores + 1} and this machine has {cores} cores")
+    says = f"{table}.num_threads is {cores + 1} and this machine has {cores} cores"
+    refused(ConfigError, recipe, says)
+    with pytest.raises(ConfigError, match=says):
+        check_service(recipe, table, 0)
+    check_service(recipe, "reward", 0)
+
+
+@pytest.mark.parametrize("table", ["trainer", "rollout"])
+def test_a_run_keeps_its_threads_on_a_machine_with_fewer_cores_and_gets_no_others(values: Values, table: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    begun = recipe_of(values, **{table: {"num_threads": cores + 1}})
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "config.json").write_text(dump_recipe(begun))
+    check_service(begun, table, 0)
+    with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 2}"):
+        check_service(recipe_of(values, **{table: {"num_threads": cores + 2}}), table, 0)
 
 
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
