@@ -99,7 +99,8 @@ def job_bytes(recipe: Recipe) -> int:
 
 def memory_need_bytes(recipe: Recipe, facts: ModelFacts) -> tuple[float, float]:
     """What all engines need on CPUs, and what the trainer needs: its state, the copy of the published weights, and the
-    forward and backward pass of the largest micro-batch. While a version is sent, the copy before it may add another.
+    forward and backward pass of the largest micro-batch. A late sampler that reads the copy while the next version is
+    copied adds another.
     """
     trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
     stage, by_stage = trainer.resolved_zero_stage, _TRAINING_BYTES[trainer.dtype]
