@@ -55,7 +55,16 @@ class Result:
 
 RING_PACKAGES = ("deepspeed", "grpc", "grpc_health", "redis", "pydantic", "typer", "peft", "pyarrow", "psutil")
 PARTS = (
-    Part("ring", "A run on one GPU", "ring", 240, packages=RING_PACKAGES, tiny_on_cpu=True),
+    Part("ring", "A run on one GPU", "ring", 240, ("transformers",), packages=RING_PACKAGES, tiny_on_cpu=True),
+    Part(
+        "ring-vllm",
+        "A run on one GPU with vLLM",
+        "ring",
+        300,
+        ("vllm",),
+        packages=(*RING_PACKAGES, "vllm"),
+        tiny_on_cpu=True,
+    ),
     Part("tests", "Tests marked `gpu`", "marked_tests", 240, ("gpu",), packages=("pytest", "pytest_timeout")),
     Part(
         "learner-deepspeed",

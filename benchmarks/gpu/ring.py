@@ -1,5 +1,5 @@
-"""A run of a small model on one GPU that sampler and trainer share: the engine `transformers`, weights by CUDA IPC,
-training in bfloat16. On a CPU: `gloo` and float32. The ledger is verified at the end.
+"""A run of a small model on one GPU that sampler and trainer share: one engine, weights by CUDA IPC, training in
+bfloat16. On a CPU: `gloo` and float32. The ledger is verified at the end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tandem.services.data.tiny_model import build_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200.0
 BATCHES = 4
+KV_CACHE_BYTES = 256 << 20
 
 
 def main(outcome: Outcome, arguments: list[str]) -> None:
-    """`SIZE`."""
-    on_gpu = torch.cuda.is_available()
+    """`SIZE ENGINE`."""
+    engine, on_gpu = arguments[1], torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as name:
         folder = Path(name)
         write_task(folder / "data", seed=1)
@@ -38,7 +39,12 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
             },
             "model": {"path": str(build_tiny_model(folder / "model"))},
             "data": {"train_file": str(folder / "data" / "train.parquet"), "max_prompt_tokens": 32},
-            "rollout": {"engine": "transformers", "samples_per_prompt": 4, "max_response_tokens": 16},
+            "rollout": {
+                "engine": engine,
+                "samples_per_prompt": 4,
+                "max_response_tokens": 16,
+                "kv_cache_bytes": KV_CACHE_BYTES,
+            },
             "reward": {"scorer": f"{ROOT}/tests/support/whole_run.py:digit_share"},
             "trainer": {"learning_rate": 1e-3, "dtype": "bfloat16" if on_gpu else "float32"},
             "weights": {"backend": "ipc" if on_gpu else "gloo"},
@@ -55,7 +61,7 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
                 outcome.require(False, f"tandem {command[0]} ended with {done.returncode}: {reason}")
                 return
         outcome.lines.append(
-            f"`tandem run` trained {BATCHES} batches with the engine `transformers`, {values['trainer']['dtype']} and "
+            f"`tandem run` trained {BATCHES} batches with the engine `{engine}`, {values['trainer']['dtype']} and "
             f'`weights.backend = "{values["weights"]["backend"]}"`; `tandem ledger` found every group.'
         )
 
