@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
 PROBE_SECONDS = 120.0
@@ -69,7 +69,9 @@ def probe_machine() -> Machine:
 
 
 def _installed(name: str) -> str:
+    """The version of a module's distribution, which may have another name, as vLLM's for CPUs."""
+    distribution, *_ = packages_distributions().get(name, [name])
     try:
-        return version(name)
+        return version(distribution)
     except PackageNotFoundError:
         return "absent"
