@@ -18,6 +18,7 @@ import psutil
 
 from examples import gsm8k_components, gsm8k_reward
 from tandem.protos.codec import decode_group
+from tandem.protos.errors import UnavailableError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.data.arithmetic import write_task
 from tandem.services.data.tiny_model import build_tiny_model
@@ -113,10 +114,16 @@ class WholeRun:
 
     def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 120.0) -> None:
         end = time.monotonic() + deadline
-        while not condition():
-            if process.poll() is not None or time.monotonic() > end:
+        fault: UnavailableError | None = None
+        while True:
+            try:
+                if condition():
+                    return
+            except UnavailableError as error:  # Redis ends with the run
+                fault = error
+            if fault or process.poll() is not None or time.monotonic() > end:
                 said = (self.scratch / "run.out").read_text()[-3000:] + self.logs()
-                raise AssertionError(f"waited too long or ended early with {process.returncode}: {said}")
+                raise AssertionError(f"waited too long or ended early with {process.poll()}: {said}") from fault
             time.sleep(0.1)
 
 
