@@ -134,6 +134,23 @@ class Halted(Noted):
         return await super().step(action, deadline=deadline, idempotency_key=idempotency_key)
 
 
+class HaltedStart(Noted):
+    """The episodes whose name begins with `halted` start once there is the file `go` in the folder. There is `halted`
+    when one of them waits.
+    """
+
+    def __init__(self, halted: str, marks: str) -> None:
+        super().__init__(marks=marks)
+        self.halted = halted
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        assert self.marks is not None
+        while episode_id.startswith(self.halted) and not (self.marks / "go").exists():
+            (self.marks / "halted").touch()
+            await asyncio.sleep(0.05)
+        return await super().reset(task, seed=seed, episode_id=episode_id)
+
+
 class Judged(Noted):
     """Earns 2 where a limit ends its episode. With `faults`, it raises at the first such end."""
 

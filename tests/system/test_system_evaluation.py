@@ -17,16 +17,19 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
 def test_an_evaluation_goes_on_after_its_trainer_was_killed_and_samples_only_what_is_missing(tmp_path: Path) -> None:
-    """The policy plays episodes, whose environments note that they begin."""
+    """The policy plays episodes, whose environments note that they begin. Those of the last row begin only after the
+    kill, so that the evaluation is not over before it.
+    """
     held_out = {"name": "held_out", "file": str(tmp_path / "data" / "eval.parquet"), "limit": PROMPTS}
     run = WholeRun(
         tmp_path,
         run={"run_id": "evaluation", "total_batches": BATCHES},
         environment={
-            "path": "tests.support.environments:Noted",
-            "arguments": {"marks": str(tmp_path)},
+            "path": "tests.support.environments:HaltedStart",
+            "arguments": {"halted": f"eval-held_out-{PROMPTS - 1}-", "marks": str(tmp_path)},
             "max_turns": 2,
             "max_turn_tokens": 8,
+            "step_seconds": 120.0,
         },
         reward={"scorer": "earned"},
         eval={"sets": [{**held_out, "samples_per_prompt": SAMPLES}]},
@@ -37,10 +40,11 @@ def test_an_evaluation_goes_on_after_its_trainer_was_killed_and_samples_only_wha
         return file.read_text().splitlines() if file.exists() else []
 
     supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(lines()) > ROWS_PER_CALL // 2, supervisor)
+    run.wait_for(lambda: len(lines()) > ROWS_PER_CALL // 2 and (tmp_path / "halted").exists(), supervisor)
     service_process(supervisor, "trainer").kill()
     kept = lines()
     assert len(kept) < PROMPTS * SAMPLES, "it was not over"
+    (tmp_path / "go").touch()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     complete = [line for line in kept if line.endswith("}")]
