@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import openai
 
@@ -32,6 +33,9 @@ class Scripted:
     async def run(self, data: Mapping[str, Any], *, base_url: str, api_key: str) -> float | Mapping[str, Any]:
         async with client_of(base_url, api_key) as client:
             return await getattr(self, self.script)(client, list(data["prompt"]))
+
+    async def after_first_answer(self) -> None:
+        """Called in the middle of the script `rewriting`."""
 
     async def conversation(self, client: openai.AsyncOpenAI, messages: list[Any]) -> Mapping[str, Any]:
         """As many turns as it may, each the answer to what was said before."""
@@ -63,7 +67,34 @@ class Scripted:
             return [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
 
         first, first_tokens = await said()
+        await self.after_first_answer()
         second, second_tokens = await said(*after(first))
         rest = await asyncio.gather(said(*after(f"{first[:2]}..")), said({"role": "system", "content": "Help."}))
         num_letters = sum(one.isalpha() for one in first + second)
         return {"reward": 0.25 * num_letters, "sampled": first_tokens + second_tokens + sum(one for _, one in rest)}
+
+
+class Halted(Scripted):
+    """The agents of the first `num_free` rows play the script to its end. The others wait in its middle until there is
+    the file `go` in the folder. There is `halted` when one of them waits.
+    """
+
+    rows: ClassVar[list[str]] = []
+    """In the order in which their first agents began, in this process."""
+
+    def __init__(self, script: str, num_free: int, marks: str) -> None:
+        super().__init__(script)
+        self.num_free = num_free
+        self.marks = Path(marks)
+
+    async def run(self, data: Mapping[str, Any], *, base_url: str, api_key: str) -> float | Mapping[str, Any]:
+        row = str(data["prompt"])
+        if row not in self.rows:
+            self.rows.append(row)
+        self.is_free = self.rows.index(row) < self.num_free
+        return await super().run(data, base_url=base_url, api_key=api_key)
+
+    async def after_first_answer(self) -> None:
+        while not self.is_free and not (self.marks / "go").exists():
+            (self.marks / "halted").touch()
+            await asyncio.sleep(0.05)

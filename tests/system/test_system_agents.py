@@ -14,23 +14,25 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
 def test_a_run_with_agents_that_rewrite_their_history_trains_each_token_once_and_replays(tmp_path: Path) -> None:
-    """Its sampler is killed in the middle."""
+    """Its sampler is killed in the middle: one batch is trained, and the agents of the other rows wait for the kill."""
     run = WholeRun(
         tmp_path,
         run={"run_id": "agents", "total_batches": BATCHES, "groups_per_batch": 4, "staleness_budget": 2},
         rollout={"samples_per_prompt": 4, "stop": tuple(LETTERS)},
         environment={
-            "path": "tests.support.agents:Scripted",
-            "arguments": {"script": "rewriting"},
+            "path": "tests.support.agents:Halted",
+            "arguments": {"script": "rewriting", "num_free": 4, "marks": str(tmp_path)},
             "max_turns": 4,
             "max_turn_tokens": 16,
             "rewritten_history": "fork",
+            "step_seconds": 120.0,
         },
         reward={"scorer": "earned"},
     )
     supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: bool(run.metrics()), supervisor)
+    run.wait_for(lambda: bool(run.metrics()) and (tmp_path / "halted").exists(), supervisor)
     service_process(supervisor, "rollout").kill()
+    (tmp_path / "go").touch()
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     rows = run.trained_rows()
