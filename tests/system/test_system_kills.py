@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.gated_scores import Gate, gated_reward
 from tests.support.whole_run import WholeRun, kill_tree, processes_of, service_process
 
 pytestmark = pytest.mark.system
@@ -35,8 +36,11 @@ def check_finished(run: WholeRun) -> None:
     assert run.summary()["train_steps"] == TOTAL
 
 
-def start(run: WholeRun, steps: int, *options: str) -> subprocess.Popen[str]:
-    """Starts the run, waits until it has this many trained batches, and returns its supervisor."""
+def start(run: WholeRun, gate: Gate, steps: int, *options: str) -> subprocess.Popen[str]:
+    """Starts the run, waits until it has this many trained batches, and returns its supervisor. The run trains at most
+    one batch more.
+    """
+    gate.allow((steps + 1) * P)
     metrics = run.folder / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
     supervisor = run.start("run", str(run.recipe), *options)
@@ -47,14 +51,19 @@ def start(run: WholeRun, steps: int, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(300)
 def test_a_run_survives_kills_of_every_service_and_every_group_trains_once(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
-    supervisor = start(run, 2)
+    """The scorer holds the run back so that it has enough left to do at each kill."""
+    run, gate = WholeRun(tmp_path, reward=gated_reward(tmp_path / "gate")), Gate(tmp_path / "gate")
+    gate.allow(0)
+    supervisor = run.start("run", str(run.recipe))
     for moment, service in ((2, "feed"), (3, "reward"), (4, "rollout"), (6, "trainer")):
+        gate.allow((moment + 1) * P)  # the trainer is killed before the checkpoint of batch 8
         run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
         service_process(supervisor, service).kill()
+    gate.allow((TOTAL - 1) * P)
     run.wait_for(lambda: len(run.metrics()) >= 8 and said(run).count("restarting it") == 4, supervisor)
     hang(run, supervisor, "redis-server", lambda: "does not answer; the services wait" in said(run))
     run.wait_for(lambda: "answers again" in said(run), supervisor)
+    gate.allow(TOTAL * P)
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_finished(run)
@@ -79,23 +88,25 @@ def hang(run: WholeRun, supervisor: subprocess.Popen[str], name: str, until: Cal
 
 @pytest.mark.timeout(400)
 def test_a_run_is_resumed_after_kill_9_of_its_tree_ctrl_c_and_kill_9_of_its_supervisor(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
-    kill_tree(start(run, 1))
+    """The scorer holds the run back so that it is not over before the kills."""
+    run, gate = WholeRun(tmp_path, reward=gated_reward(tmp_path / "gate")), Gate(tmp_path / "gate")
+    kill_tree(start(run, gate, 1))
     assert not any(run.folder.glob("checkpoints/*")), "the tree was killed before its first checkpoint"
 
-    supervisor = start(run, 3, "--resume")
+    supervisor = start(run, gate, 3, "--resume")
     below = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(STOP_SECONDS) == 130, (run.scratch / "run.out").read_text()
     assert psutil.wait_procs(below, timeout=1)[1] == []
 
-    supervisor = start(run, 6, "--resume")
+    supervisor = start(run, gate, 6, "--resume")
     below = psutil.Process(supervisor.pid).children(recursive=True)
     assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
     supervisor.kill()
     supervisor.wait(10)
     assert psutil.wait_procs(below, timeout=10)[1] == []
 
+    gate.allow(TOTAL * P)
     done = run.tandem("run", str(run.recipe), "--resume")
     assert done.returncode == 0, done.stdout + done.stderr + run.logs()
     check_finished(run)
