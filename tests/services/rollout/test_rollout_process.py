@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -140,12 +141,23 @@ def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, 
                 assert row.segments[0].spans == (VersionSpan(5, 1, 0),)
 
         check_generate(stub)
-        check_pause(stub, buffer, address)
+        check_pause(stub, buffer, address, served)
 
         state = stub.Drain(rollout_pb2.DrainRequest(timeout_seconds=5.0), timeout=TIMEOUT)
         assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 0, 0)
         assert not stub.Resume(rollout_pb2.ResumeRequest(), timeout=5).paused
     assert served.process.poll() is None
+
+
+@contextmanager
+def suspended(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
@@ -167,14 +179,17 @@ def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
         stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
 
 
-def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
-    """A paused service finishes the groups it holds and claims none; after resume it claims again."""
-    offer(buffer, prompt(100, num_samples=2, max_tokens=250))
-    # The group is leased, and the sampler has reported it.
-    eventually(lambda: ask_info(address, token_of(buffer)).figures["groups_held"] == 1)
-    state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
-    assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
-    assert ask_info(address, token_of(buffer)).activity == "sampling 1 group, paused"
+def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str, served: Served) -> None:
+    """A paused service finishes the groups it holds and claims none; after resume it claims again. The engine stands
+    still until it is checked what is held, so that the group is not over before.
+    """
+    with suspended(served.family()):
+        offer(buffer, prompt(100, num_samples=2, max_tokens=250))
+        # The group is leased, and the sampler has reported it.
+        eventually(lambda: ask_info(address, token_of(buffer)).figures["groups_held"] == 1)
+        state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
+        assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
+        assert ask_info(address, token_of(buffer)).activity == "sampling 1 group, paused"
     offer(buffer, prompt(101, num_samples=2, max_tokens=20))
     (held,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
     assert held.group_id == "0-100", "what it had under way is sampled to its end"
