@@ -9,10 +9,10 @@ import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -153,6 +153,7 @@ try:
 except OSError:
     pass
 os.write(1, b"listening")
+os.write(3, b"x")
 time.sleep(600)
 """
     guest = f"""
@@ -166,8 +167,12 @@ for process in range(2, 200):
     except OSError:
         pass
 """
-    first.start("script", ["", host], Limits(cpu_seconds=10.0, wall_seconds=60.0))
-    time.sleep(0.5)
+    begun, theirs = socket.socketpair()
+    with begun:
+        with theirs:
+            first.start("script", ["", host], Limits(cpu_seconds=10.0, wall_seconds=60.0), line=theirs)
+        begun.settimeout(30.0)
+        assert begun.recv(1) == b"x"
     lines = said(second.run("script", [ATTEMPT, guest], LIMITS)).splitlines()
     assert lines[0] == "[] -1" and lines[1] in ("ConnectionRefusedError", "PermissionError") and lines[2:] == []
     first.stop()
