@@ -14,7 +14,7 @@ from tandem.rollout.environments.limits import with_policy
 from tandem.services.data.chat import ChatEncoder
 from tests.support.agent_sessions import Served, served
 from tests.support.agents import TOOL, client_of
-from tests.support.episodes import PROMPT, chat_encoder, sampled_parts, texts_of, tokenizer
+from tests.support.episodes import PROMPT, ScriptedSampler, chat_encoder, sampled_parts, texts_of, tokenizer
 from tests.support.tiny_model import TOOL_TEMPLATE, build_tiny_model
 
 USER = {"role": "user", "content": "go on"}
@@ -271,8 +271,15 @@ def test_a_call_that_the_policy_cannot_answer_says_why(encoder: ChatEncoder, cal
 def test_a_turn_whose_client_has_gone_is_not_recorded(encoder: ChatEncoder) -> None:
     async def main() -> Trajectory:
         async with served(encoder, lambda _: ["one", "two"], stops_at=(0, 2)) as (one,):
-            with pytest.raises(openai.APITimeoutError):
-                await one.say(USER, timeout=0.5)
+            sampler = one.session._sampler
+            assert isinstance(sampler, ScriptedSampler)
+            asked = asyncio.create_task(one.say(USER))
+            async with asyncio.timeout(20.0):
+                while not sampler.begun:
+                    await asyncio.sleep(0.01)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
             assert (await one.say(USER))["content"] == "two"
             return one.row()
 
