@@ -135,13 +135,14 @@ def test_higher_priority_comes_first_and_jobs_of_equal_priority_take_turns(store
 
 
 def test_ended_and_abandoned_jobs_are_forgotten_after_retention_and_waiting_ones_are_not(redis_url: str) -> None:
-    store = new_store(redis_url, retention_seconds=0.05)
-    done, waiting, abandoned = (
-        submit(store, 1, key="done", seal=True),
-        submit(store, 1, key="waits"),
-        submit(store, key="open"),
-    )
-    assert finish(store, claim(store), 1)
+    """The retention is short only once no job is open without anything that waits, but for the abandoned one."""
+    store = new_store(redis_url)
+    done = submit(store, 1, key="done", seal=True)
+    claimed, waiting = claim(store), submit(store, key="waits")
+    store = JobStore(redis_url, store.config.model_copy(update={"retention_seconds": 0.05}))
+    assert store.add_chunk(waiting.job_id, 0, 1, b"waits 0")[0]
+    assert finish(store, claimed, 1)
+    abandoned = submit(store, key="open")
     eventually(lambda: [job.job_id for job in store.list_jobs(10)] == [waiting.job_id])
     for job_id in (done.job_id, abandoned.job_id):
         with pytest.raises(UnknownJobError):
