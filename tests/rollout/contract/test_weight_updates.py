@@ -77,18 +77,21 @@ def test_requests_started_after_an_update_agree_with_transformers(ring: Ring) ->
 
 
 def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: Ring) -> None:
-    running = [ring.sample(range(5, 15 + number), 4, key=f"0-{number}") for number in range(4)]
-    reports = []
-    while not all(future.done() for future in running):
-        if len(reports) < 8:  # limits slow engines, because each update is checked twice below
-            reports.append(ring.update())
-        time.sleep(0.1)
-    rows = [row for future in running for row in future.result(60)]
+    for attempt in range(8):  # a busy machine may sample an answer before the first update arrives, or between two
+        running = [ring.sample(range(5, 15 + number), 4, key=f"0-{number}") for number in range(4)]
+        reports = []
+        while not all(future.done() for future in running):
+            if len(reports) < 8:  # limits slow engines, because each update is checked twice below
+                reports.append(ring.update())
+            time.sleep(0.01 if attempt else 0.1)
+        rows = [row for future in running for row in future.result(60)]
+        assert all(report.stall_seconds > 0 for report in reports)  # benchmarks/startup.py measures how long
+        for row in rows:
+            assert row.segments[0].num_loss_tokens == LONG.max_tokens
+            assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
+        if len(reports) >= 3 and all(len(row.segments[0].spans) >= 2 for row in rows):
+            break
     assert len(reports) >= 3 and all(len(row.segments[0].spans) >= 2 for row in rows)
-    assert all(report.stall_seconds > 0 for report in reports)  # benchmarks/startup.py measures how long
-    for row in rows:
-        assert row.segments[0].num_loss_tokens == LONG.max_tokens
-        assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
     # A version boundary shifted by one token shows at that token. Two versions may nearly agree on a single token.
     shifted = []
     for row in rows[:4]:
@@ -102,15 +105,18 @@ def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: R
 
 
 def test_greedy_answers_are_correct_across_a_version_change(ring: Ring) -> None:
-    running = ring.sample(range(30, 40), 2, SamplingParameters(temperature=0.0, max_tokens=300))
-    while not running.done():
-        ring.update()
-        time.sleep(0.15)
-    first, second = running.result(60)
+    for attempt in range(8):  # a busy machine may sample the answers before the first update arrives
+        running = ring.sample(range(30, 40), 2, SamplingParameters(temperature=0.0, max_tokens=300))
+        while not running.done():
+            ring.update()
+            time.sleep(0.01 if attempt else 0.15)
+        first, second = running.result(60)
+        for row in (first, second):
+            scaled = Trajectory(0, "policy", row.segments, "length", "", SamplingParameters(temperature=1.0))
+            assert ring.errors(scaled).mean() <= 1e-5
+        if len(first.segments[0].spans) >= 2:
+            break
     assert len(first.segments[0].spans) >= 2
-    for row in (first, second):
-        scaled = Trajectory(0, "policy", row.segments, "length", "", SamplingParameters(temperature=1.0))
-        assert ring.errors(scaled).mean() <= 1e-5
 
 
 def test_the_prefix_cache_is_not_shared_across_versions(ring: Ring) -> None:
