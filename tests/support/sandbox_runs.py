@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
+from tandem.reward.sandbox.isolation import SandboxPool
 from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox
 
@@ -71,6 +73,16 @@ def zygote_of(launcher: ZygoteLauncher) -> psutil.Process:
     """The process that forks sandboxes: the started one, or the only child of bubblewrap."""
     started = psutil.Process(launcher._process.pid)
     return started.children()[0] if isinstance(launcher, BubblewrapLauncher) else started
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch, pool: SandboxPool, seconds: float) -> None:
+    """The pool gives its present launcher up after these seconds without a sandbox. The next one has the usual time."""
+    present, await_ready = pool._launcher, Sandbox.await_ready
+
+    def impatient(sandbox: Sandbox, usual_seconds: float) -> None:
+        await_ready(sandbox, seconds if pool._launcher is present else usual_seconds)
+
+    monkeypatch.setattr(Sandbox, "await_ready", impatient)
 
 
 def inside_of(launcher: Launcher, sandbox: Sandbox) -> set[int]:

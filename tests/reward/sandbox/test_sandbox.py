@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from tandem.protos import reward_pb2
-from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox.isolation import SandboxPool, open_sandboxes
 from tandem.reward.sandbox.launcher import ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
@@ -25,7 +24,7 @@ from tests.support.code_answers import isolated
 from tests.support.processes import wait_until_gone
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import Item, Stub
-from tests.support.sandbox_runs import zygote_of
+from tests.support.sandbox_runs import give_up_soon, zygote_of
 
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
 
@@ -234,7 +233,7 @@ def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
     if how == signal.SIGKILL:
         wait_until_gone(zygote.pid)
     else:
-        monkeypatch.setattr(isolation, "START_SECONDS", 1.0)
+        give_up_soon(monkeypatch, shared_pool, 1.0)
     deadline, done = time.monotonic() + 30.0, 0
     while done < 4 and time.monotonic() < deadline:  # the first ones were started before
         with closing(shared_pool.take()) as taken:

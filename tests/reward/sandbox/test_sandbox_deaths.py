@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
-from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox import sandbox as sandbox_module
 from tandem.reward.sandbox import trial as code_trial
 from tandem.reward.sandbox.inside import seccomp as filter_program
@@ -26,7 +25,7 @@ from tandem.reward.scorers.code import CodeTests
 from tandem.reward.workers.child_process import children_of, memory_kills
 from tests.support.code_answers import isolated
 from tests.support.processes import wait_until_gone
-from tests.support.sandbox_runs import settles, zygote_of
+from tests.support.sandbox_runs import give_up_soon, settles, zygote_of
 
 pytestmark = isolated
 
@@ -166,7 +165,7 @@ def test_waiting_for_a_sandbox_does_not_count_as_the_answers_time(
 ) -> None:
     """Stops the zygote that starts sandboxes. This is noticed only after the answer's own time would be over."""
     assert isinstance(pool._launcher, ZygoteLauncher)
-    monkeypatch.setattr(isolation, "START_SECONDS", 1.5)
+    give_up_soon(monkeypatch, pool, 1.5)
     pool.take().close()
     stopped = zygote_of(pool._launcher)
     stopped.suspend()
