@@ -122,8 +122,9 @@ class WeightSender:
         self._base_algorithm: DigestAlgorithm | None = None
         self._copy: WeightCopy | None = None
         self._copy_lock = threading.Lock()
-        self._num_readers = 0
-        """Of copies: late joiners that are being sent one, and folders that are being written."""
+        self._copy_wanted = False  # by someone who found none: the next one stays beside the version after it
+        self._lent: dict[int, int] = {}
+        """The ids of the buffers that late joiners or files are being made from, by those of the lent copies."""
         self._prepared: WeightGroupAddress | None = None
         self._group: WeightGroup | None = None
         self._exported: list[torch.Tensor] = []
@@ -193,18 +194,19 @@ class WeightSender:
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
         """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0.
 
-        It takes the memory of the copy, and there is no copy until `broadcast`, unless a late joiner reads it or
-        differences to it are sent.
+        It takes the memory of the copy, and there is no copy until `broadcast` ends, unless a late joiner reads it or
+        differences to it are sent, or one asked in vain during the broadcast before.
         """
         memory = self._memory_of_copy() if manifest.buckets else ()
         return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, memory))
 
     def _memory_of_copy(self) -> tuple[torch.Tensor, ...]:
         with self._copy_lock:
-            if self._copy is None or self._num_readers or self._encoding != "full":
+            copy, is_wanted, self._copy_wanted = self._copy, self._copy_wanted, False
+            if copy is None or is_wanted or self._encoding != "full" or id(copy.buffers) in self._lent.values():
                 return ()
-            memory, self._copy = self._copy.buffers, None
-        return memory
+            self._copy = None
+        return copy.buffers
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
@@ -286,8 +288,8 @@ class WeightSender:
         algorithm: DigestAlgorithm,
         memory: Sequence[torch.Tensor] = (),
     ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
-        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket with its digest, in `memory`, which
-        is that of other weights in the same buckets, or in new memory.
+        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket with its digest, in new memory or
+        in that of other weights in the same buckets.
         """
         for number, spec in enumerate(buckets):
             with gather([tensor.name for tensor in spec.tensors]) as tensors:
@@ -321,7 +323,7 @@ class WeightSender:
                     for buffer in copy.buffers:
                         _send_message(group, buffer, copy.manifest, timeout_seconds)
             finally:
-                self._return_copy()
+                self._return_copy(copy)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
         return CopyTransfer(address, replace(copy.manifest, backend="gloo", location=""))
@@ -342,7 +344,7 @@ class WeightSender:
                 f"weights cannot be written to {folder}: {error}; free space or choose another folder"
             ) from error
         finally:
-            self._return_copy()
+            self._return_copy(copy)
         return replace(copy.manifest, backend="disk", location=str(folder))
 
     def interrupt(self) -> None:
@@ -366,16 +368,17 @@ class WeightSender:
         with self._copy_lock:
             copy = self._copy
             if copy is None:
-                raise WeightTransferError("a new version is being copied")
-            self._num_readers += 1
-        if not brings_base:
-            return copy
-        assert self._base_buffers is not None, "the base is held from the first version on"
-        return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
+                self._copy_wanted = True
+                raise WeightTransferError("a new version is being copied and sent")
+            base = self._base_buffers if brings_base else ()
+            assert base is not None, "the base is held from the first version on"
+            lent = WeightCopy(with_base(copy.manifest) if brings_base else copy.manifest, base + copy.buffers)
+            self._lent[id(lent)] = id(copy.buffers)
+        return lent
 
-    def _return_copy(self) -> None:
+    def _return_copy(self, lent: WeightCopy) -> None:
         with self._copy_lock:
-            self._num_readers -= 1
+            del self._lent[id(lent)]
 
 
 def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:

@@ -223,7 +223,7 @@ def _compare_with_cpu(outcome: Outcome, backend: str, folder: Path) -> None:
     for place, hidden in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
         file = folder / f"{place}.pt"
         command = [sys.executable, "-m", "benchmarks.gpu.learner", os.devnull, "weights", backend, str(file)]
-        environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "8"}
+        environment = {**os.environ, **hidden}
         subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=200)
         found.append((torch.load(file, weights_only=True), json.loads(file.with_suffix(".json").read_text())))
     (gpu, gpu_norms), (cpu, cpu_norms) = found
@@ -245,7 +245,7 @@ def _train_small(backend: str, file: Path) -> None:
     model = file.parent / "small"
     if not model.exists():
         write_model(model, dtype="float32", **TINY)
-    learner = _learner(TrainerConfig(backend=backend, learning_rate=1e-4), model, 64)
+    learner = _learner(TrainerConfig(backend=backend, learning_rate=1e-4, num_threads=8), model, 64)
     if not torch.cuda.is_available():
         torch.save(_weights(learner), file.with_suffix(".start.pt"))
     norms = []

@@ -91,11 +91,12 @@ def check_threads(recipe: Recipe, *services: str) -> None:
     begun keeps its numbers.
     """
     cores, config = num_cores(), recipe.folder / CONFIG_FILE
-    begun = load_resolved(config) if config.is_file() else None
     for service in services:
         number = getattr(recipe, service).num_threads
-        known = getattr(begun, service).num_threads if begun else None
-        if number not in ("auto", known) and number > cores:
+        if number == "auto" or number <= cores:
+            continue
+        has_begun = config.is_file() and step_taken(recipe.folder)
+        if not has_begun or getattr(load_resolved(config), service).num_threads != number:
             fault = f"{service}.num_threads is {number} and this machine has {cores} cores"
             raise ConfigError(f'{fault}: lower it, or set it to "auto"')
 

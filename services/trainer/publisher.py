@@ -292,13 +292,13 @@ class Publisher:
             link.busy = True
             if link in self._group:  # it leaves that group for the private one
                 self._group = frozenset()
-        manifest = None
         try:
             manifest = self._send_newest(link)
-        except WeightTransferError as error:
-            log.info("weights: sampler %s is caught up later: %s", sampler.id, error)
-        finally:
             link.note_catch_up(manifest is not None)
+        except WeightTransferError as error:  # there is no copy now; the next one waits for this sampler
+            log.info("weights: sampler %s is caught up later: %s", sampler.id, error)
+            return
+        finally:
             self._release([link])
         if manifest is None:
             return

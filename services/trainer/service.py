@@ -96,7 +96,7 @@ def _chosen(recipe: Recipe, learner: Learner) -> str:
     """What stands for `auto`, for the log."""
     trainer = recipe.trainer
     backend = f"ZeRO stage {trainer.resolved_zero_stage}" if trainer.backend == "deepspeed" else trainer.backend
-    threads = f", threads of each: {torch.get_num_threads()}" if learner.device.type == "cpu" else ""
+    threads = f", threads per rank: {torch.get_num_threads()}" if learner.device.type == "cpu" else ""
     return f"{backend} in {trainer.dtype} (ranks: {learner.world_size}{threads})"
 
 

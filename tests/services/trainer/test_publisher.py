@@ -99,6 +99,23 @@ def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Publishing
     assert late.updates == 2
 
 
+def test_a_failed_sampler_gets_a_copy_although_each_version_takes_the_memory_of_the_one_before(
+    ring: PublishingRing,
+) -> None:
+    good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    ring.publish(0)
+    bad.fault = WeightTransferError("out of memory")
+    assert ring.publish(1).samplers_acknowledged == 1
+    second = ring.snapshot(2)
+    bad.fault = None
+    eventually(lambda: ring.sender._copy_wanted)
+    assert ring.publisher.publish(*second).samplers_acknowledged == 1, "it failed and was not caught up"
+    third = ring.snapshot(3)
+    eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+    assert ring.publisher.publish(*third).samplers_acknowledged == 2
+    assert (good.version, bad.version) == (3, 3)
+
+
 def test_a_failing_sampler_is_excluded_and_rejoins(ring: PublishingRing, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)
