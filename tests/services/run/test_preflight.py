@@ -278,6 +278,9 @@ def test_a_run_keeps_its_threads_on_a_machine_with_fewer_cores_and_gets_no_other
     begun = recipe_of(values, **{table: {"num_threads": cores + 1}})
     begun.folder.mkdir(parents=True)
     (begun.folder / "config.json").write_text(dump_recipe(begun))
+    with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 1}"):
+        check_service(begun, table, 0)
+    (begun.folder / "batches" / "000001").mkdir(parents=True)
     check_service(begun, table, 0)
     with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 2}"):
         check_service(recipe_of(values, **{table: {"num_threads": cores + 2}}), table, 0)
