@@ -3,10 +3,10 @@
     python benchmarks/sampler.py [--rounds 5] [--output benchmarks/records/sampler.json]
 
 Three processes answer the same prompts with the same settings of the engine, in turns: `LLM.generate` of vLLM (`raw`),
-our `Sampler` without a service (`sampler`), and the rollout service with prompts waiting in Redis (`service`). They do
-so for answers of 4, 64 and 240 tokens, in groups of 8, as many at once as in the demo. Every ratio is one of two
-neighbouring measurements, and the record has the medians over the rounds. Run it on an otherwise idle machine. The exit
-code is 1 if a ratio of tokens per second is below its limit; the last lines name it.
+our `Sampler` without a service (`sampler`), and the rollout service with prompts waiting in Redis (`service`). None
+makes texts of tokens. They do so for answers of 4, 64 and 240 tokens, in groups of 8, as many at once as in the demo.
+Every ratio is one of two neighbouring measurements, and the record has the medians over the rounds. Run it on an
+otherwise idle machine. The exit code is 1 if a ratio of tokens per second is below its limit; the last lines name it.
 """
 
 from __future__ import annotations
