@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import ctypes
@@ -96,8 +97,9 @@ def stop_event() -> threading.Event:
     event = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        # In a thread, because the interrupted main thread may hold the event's lock.
-        threading.Thread(target=event.set, name="stop").start()
+        # In a thread, because the interrupted main thread may hold the event's lock. It may also hold one that a
+        # `threading.Thread` needs to start.
+        _thread.start_new_thread(event.set, ())
         if PROCESS_MARK_VARIABLE in os.environ:
             faulthandler.dump_traceback_later(_SLOW_STOP_SECONDS)
         signal.signal(number, signal.SIG_DFL)

@@ -147,6 +147,21 @@ def test_a_serial_executor_makes_calls_in_order_in_one_thread_and_gives_back_the
     assert not thread.is_alive() and thread.daemon
 
 
+JOINING = """
+import os, signal, threading
+from tandem.services.process import stop_event
+stop = stop_event()
+with threading._shutdown_locks_lock:  # which `Thread.join` holds for a moment
+    os.kill(os.getpid(), signal.SIGTERM)
+print(stop.wait(30))
+"""
+
+
+def test_a_signal_while_the_main_thread_joins_another_one_stops_the_service() -> None:
+    done = subprocess.run([sys.executable, "-c", JOINING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
 STUCK = """
 import os, signal, time
 from tandem.services import process
