@@ -235,10 +235,10 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     """
     name = replica_name("reward", replica)
     configure_logging("reward", run=recipe.run.run_id, replica=replica or None)
-    stop = stop_event()
-    buffer = run_buffer(recipe, redis_url, stop)
     with ExitStack() as stack:
-        core = stack.enter_context(closing(ScoringCore(recipe.reward)))
+        core = stack.enter_context(closing(ScoringCore(recipe.reward)))  # SIGTERM ends the process while scorers load
+        stop = stop_event()
+        buffer = run_buffer(recipe, redis_url, stop)
         store = stack.enter_context(closing(JobStore(redis_url, recipe.jobs.in_namespace(recipe.run.run_id), stop)))
         servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward)))
         scorer = ScoringWorker(buffer, core, recipe.reward, name)

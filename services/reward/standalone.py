@@ -59,10 +59,10 @@ def main(
         TandemError: Redis is gone.
     """
     configure_logging("reward")
-    stop = stop_event()
     with ExitStack() as stack:
         with starting():
-            core = stack.enter_context(closing(ScoringCore(config.reward)))
+            core = stack.enter_context(closing(ScoringCore(config.reward)))  # SIGTERM ends the process meanwhile
+        stop = stop_event()
         store, redis = _open_store(stack, config.jobs.in_namespace("reward"), redis_url, folder, stop)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward)))
         jobs = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)

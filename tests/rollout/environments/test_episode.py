@@ -160,7 +160,8 @@ def test_a_failed_environment_costs_attempts_and_loses_no_episode(
     ],
 )
 def test_an_episode_that_always_fails_says_why_in_one_line(encoder: ChatEncoder, fault: str, told: str) -> None:
-    config: dict[str, Any] = {"arguments": {"faults": {"bad": fault}}, "step_seconds": 0.5, "max_attempts": 2}
+    step_seconds = 0.5 if fault == "hang" else 30.0
+    config: dict[str, Any] = {"arguments": {"faults": {"bad": fault}}, "step_seconds": step_seconds, "max_attempts": 2}
     with pytest.raises(EpisodeError) as failed:
         play(encoder, lambda _: ["one", "bad", "end"], **config)
     assert told in str(failed.value) and "\n" not in str(failed.value)

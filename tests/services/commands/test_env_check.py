@@ -77,16 +77,18 @@ def test_what_an_environment_leaves_behind_is_counted_by_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "step_seconds", "told"),
     [
-        ("Deadly", "step 1 ended its process by SIGKILL"),
-        ("Blocking", "step 1 has not ended after 0.4 s; it blocks its process, or goes on after its cancellation"),
+        ("Deadly", 30.0, "step 1 ended its process by SIGKILL"),
+        ("Blocking", 0.5, "step 1 has not ended after 0.8 s; it blocks its process, or goes on after its cancellation"),
     ],
 )
-def test_a_call_that_ends_or_blocks_its_process_is_named(path: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_ends_or_blocks_its_process_is_named(
+    path: str, step_seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(env_check, "_GRACE_SECONDS", 0.3)
     with pytest.raises(CheckError) as failed:
-        found("contract", path, step_seconds=0.1)
+        found("contract", path, step_seconds=step_seconds)
     assert str(failed.value) == told
 
 

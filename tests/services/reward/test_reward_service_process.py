@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -73,6 +74,25 @@ def start(redis_url: str, buffer: Buffer, tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait(timeout=10.0)
+
+
+LOADING = """
+import os, time
+from pathlib import Path
+
+Path("{started}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_a_service_whose_scorer_is_loading_ends_at_once(start: Start, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (tmp_path / "slow.py").write_text(LOADING.format(started=started))
+    process = start(f"{tmp_path}/slow.py:compute_score")
+    eventually(lambda: started.exists() and started.read_text(), seconds=60.0)
+    process.terminate()
+    assert process.wait(timeout=30.0) == -signal.SIGTERM
+    eventually(lambda: not psutil.pid_exists(int(started.read_text())))
 
 
 def test_the_process_serves_groups_calls_and_jobs_and_stops(buffer: Buffer, start: Start) -> None:
