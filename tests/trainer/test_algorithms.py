@@ -23,6 +23,7 @@ from tandem.trainer.off_policy.presets import PRESETS
 from tandem.trainer.policy_losses.options import loss_models
 from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import equal, weights_of
+from tests.support.figures_page import unnamed
 from tests.support.learner_rank import all_weights
 from tests.support.training_groups import make_batch
 
@@ -130,6 +131,7 @@ def test_training_does_not_depend_on_micro_batches(name: str, train: Train, star
     assert distance(cut, whole) <= 1e-3 * distance(whole, start)
     assert metrics["skipped_steps"] == 0
     check_close(cut_metrics, metrics, without={"padding_fraction", "num_micro_batches"})
+    assert unnamed(metrics) == set(), "docs/metrics.md names every figure"
 
 
 def shuffled(batch: TrainBatch) -> TrainBatch:

@@ -22,6 +22,7 @@ from tandem.services.trainer.service import Trainer, run_rank
 from tandem.services.trainer.takeover import TAKEOVER_VARIABLE, Takeover
 from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.checkpoints.state import list_checkpoints, prune_checkpoints
+from tests.support.figures_page import unnamed, unwritten
 from tests.support.trainer_ring import P, Predecessor, lines_of, make_recipe, train
 from tests.support.training_groups import write_states
 from tests.support.waiting import eventually
@@ -174,7 +175,10 @@ def test_a_trainer_that_takes_over_trains_the_rest_of_the_run(recipe: Recipe, re
     shorter = make_recipe(recipe.folder.parent, run={"total_batches": 3})
     assert run_rank(shorter, redis_url, threading.Event(), hands_over=True)
     running.result(20)
-    assert [bool(line.get("replayed")) for line in lines_of(recipe)] == [True, False, False]
+    lines = lines_of(recipe)
+    assert [bool(line.get("replayed")) for line in lines] == [True, False, False]
+    figures = {name for line in lines for name in line}
+    assert (unnamed(figures), unwritten(figures)) == (set(), set()), "docs/metrics.md names all, and none that is gone"
     counts = earlier.buffer.counts()
     assert (counts["committed"], counts["outstanding"]) == (3 * P, 0) and earlier.buffer.verify() == []
 
