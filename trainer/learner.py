@@ -144,7 +144,7 @@ class Learner(Rank):
         metrics = {
             **figures,
             **objective.targets.figures,
-            "loss": figures["loss"] / len(steps),
+            **{name: figures[name] / len(steps) for name in ("loss", "value_loss") if name in figures},
             "grad_norm": _mean(norms),
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),

@@ -100,9 +100,11 @@ def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
         learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=12)
         open_learners.append(learner)
         metrics: dict[str, float] = {}
+        num_steps = config.optimizer_steps_per_batch
         for version in range(1, num_batches + 1):
+            groups = groups_of(version, policy)
             batch, by_id = make_batch(
-                groups_of(version, policy), policy_version=version, tokens_per_micro_batch=budget, optimizer_steps=2
+                groups, policy_version=version, tokens_per_micro_batch=budget, optimizer_steps=num_steps
             )
             metrics = dict(learner.train(learner.prepare(arrange(batch), by_id)).metrics)
         weights = all_weights(learner)
@@ -194,6 +196,13 @@ def test_metrics_are_split_by_staleness(train: Train, policy: PreTrainedModel) -
     num_loss_tokens = sum(header.num_loss_tokens for header in batch.headers if header.role == "policy")
     assert metrics["staleness_0/num_loss_tokens"] + metrics["staleness_1/num_loss_tokens"] == num_loss_tokens
     assert "staleness_2/num_loss_tokens" not in metrics
+
+
+def test_a_loss_is_a_mean_over_the_optimizer_steps(train: Train) -> None:
+    settings = {"advantage": "gae", "learning_rate": 1e-9, "critic": {"learning_rate": 1e-9}}
+    (_, one), (_, two) = (train({**settings, "optimizer_steps_per_batch": n}, num_batches=1) for n in (1, 2))
+    assert two["value_loss"] == pytest.approx(one["value_loss"], rel=0.3)
+    assert two["loss"] == pytest.approx(one["loss"], abs=0.3 * abs(one["loss"]) + 0.01)
 
 
 def test_the_critic_warms_up_while_the_policy_is_frozen(train: Train, start: dict[str, Tensor]) -> None:

@@ -49,10 +49,10 @@ class BatchSums:
         """The metrics of the batch, means over its epochs. Every rank must call it and gets the same; all ranks must
         have added the same kinds of sums.
 
-        `loss` and `value_loss` sum over the optimizer steps of an epoch. Marks are means over the trained tokens
-        (`clipped_fraction`: tokens whose gradient the loss bounded). `entropy` is exact if the loss has an entropy
-        bonus; otherwise it is the mean of −log π over the sampled tokens, which estimates it.
-        trainer/off_policy/diagnostics.py describes the others.
+        `loss` and `value_loss` sum over the optimizer steps of an epoch; the learner divides by their number. Marks are
+        means over the trained tokens (`clipped_fraction`: tokens whose gradient the loss bounded). `entropy` is exact
+        if the loss has an entropy bonus; otherwise it is the mean of −log π over the sampled tokens, which estimates
+        it. trainer/off_policy/diagnostics.py describes the others.
         """
         names = sorted(self._sums)
         values = torch.stack([self._sums[name] for name in names])
