@@ -141,10 +141,11 @@ class Learner(Rank):
         norms, critic_norms = self._take_steps(start, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
         figures = objective.sums.reduce(self._config.epochs_per_batch)
+        losses = {name: value / len(steps) for name, value in figures.items() if name in ("loss", "value_loss")}
         metrics = {
             **figures,
             **objective.targets.figures,
-            **{name: figures[name] / len(steps) for name in ("loss", "value_loss") if name in figures},
+            **losses,
             "grad_norm": _mean(norms),
             "learning_rate": rate,
             "skipped_steps": 0 if warms_up else objective.total_steps - len(norms),
