@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import threading
@@ -17,6 +16,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import STATES, Claim, Stage
 from tandem.services.process import die_with_parent, in_thread
 from tests.support import redis_ring as ring
+from tests.support.fork_server import ForkServer
 
 LEASE_SECONDS = 0.6
 
@@ -60,8 +60,7 @@ def work(stage: Stage, url: str, run_id: str, name: str, acknowledgement_file: s
 
 
 # Workers die often, so they are forked from a process that has imported pyarrow already.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.support.buffer_chaos"])
+_PROCESSES = ForkServer("tests.support.buffer_chaos")
 
 
 class TrainerDiedError(Exception):
@@ -137,9 +136,8 @@ class Chaos:
             ended = self.workers[name].exitcode if name in self.workers else 9
             assert ended in (None, 9, -9), f"worker {name} ended with {ended}: it died of something else than chaos"
             if ended is not None:
-                arguments = (stage, self.url, "chaos", name, str(self.acknowledged))
-                self.workers[name] = _PROCESSES.Process(target=work, args=arguments)
-                self.workers[name].start()
+                acknowledged = str(self.acknowledged)
+                self.workers[name] = _PROCESSES.start(work, stage, self.url, "chaos", name, acknowledged)
 
     def _check(self) -> None:
         while not self.stop.is_set():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,17 +11,20 @@ from typing import Any
 from tandem.services.buffer.connection import Connection
 from tandem.services.config import Recipe
 from tandem.services.process import die_with_parent
+from tests.support.fork_server import ForkServer
 from tests.support.trainer_ring import train
 
-# Each trainer is forked from a process that has imported torch already.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.support.killed_trainer"])
+# Also what a trainer imports only when it builds its model and its engine.
+_PROCESSES = ForkServer(
+    "tests.support.killed_trainer",
+    "tandem.trainer.backend.deepspeed.engine",
+    "transformers.models.qwen2.modeling_qwen2",
+)
 
 
 def train_until_killed(recipe: Recipe, url: str, num_calls: int, deadline_seconds: float) -> bool:
     """Trains in a process that is killed before the call after `num_calls` others. Whether the run has ended."""
-    process = _PROCESSES.Process(target=_train, args=(recipe, url, num_calls))
-    process.start()
+    process = _PROCESSES.start(_train, recipe, url, num_calls)
     process.join(deadline_seconds)
     if process.is_alive():
         process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import multiprocessing
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Claim
 from tandem.services.process import die_with_parent, stop_event
 from tandem.services.rollout.service import SamplingWorker
+from tests.support.fork_server import ForkServer
 from tests.support.redis_ring import HEADERS, SAMPLER, SCORER, new_run
 
 NUM_PROMPTS = 2000
@@ -152,8 +152,7 @@ def _serve(url: str, run_id: str, scenario: Scenario, weights: int) -> None:
 
 
 # Samplers are forked from a process that has imported everything, so that a new one is there at once.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.support.timed_engine"])
+_PROCESSES = ForkServer("tests.support.timed_engine")
 
 
 @functools.cache
@@ -209,10 +208,8 @@ class EndingSamplers:
 
     def _start_sampler(self) -> None:
         weights = self.num_ended if self._scenario.changes_weights else 0
-        arguments = (self._url, self._buffer.run_id, self._scenario, weights)
         generation = self._buffer.samplers()[0].generation
-        self._sampler = _PROCESSES.Process(target=_serve, args=arguments)
-        self._sampler.start()
+        self._sampler = _PROCESSES.start(_serve, self._url, self._buffer.run_id, self._scenario, weights)
         while self._buffer.samplers()[0].generation == generation:
             assert self._sampler.is_alive()
             time.sleep(0.005)
