@@ -62,28 +62,81 @@ def note_modules_and_copies(modules: Path, copies: Path) -> None:
     shared_prompts.copied_tokens = noted
 
 
+def note_living_versions(file: Path) -> None:
+    """Writes how many of the versions that were put in place still have a parameter in memory, after each of them."""
+    from tandem.rollout.vllm import worker_extension
+
+    gc.disable()  # inherited by the engine's process
+    replace, versions = worker_extension.replace, []
+
+    def noted(replacements: list[Any]) -> None:
+        replace(replacements)
+        modules = [running for running, _ in replacements]
+        versions.append([weakref.ref(one) for module in modules for one in module.parameters(recurse=False)])
+        living = sum(any(parameter() is not None for parameter in version) for version in versions)
+        with file.open("a") as opened:
+            opened.write(f"{living}\n")
+
+    worker_extension.replace = noted
+
+
+def note_all(folder: Path) -> None:
+    note_modules_and_copies(folder / "modules", folder / "copies")
+    note_living_versions(folder / "living")
+
+
 @pytest.mark.system
-def test_rows_share_a_prompt_and_a_killed_engine_process_fails_requests_and_checks(tmp_path: Path) -> None:
-    folder, forked_with = build_tiny_model(tmp_path / "model", hidden=64), tmp_path / "modules"
-    copies = tmp_path / "copies"
-    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)
-    with EngineProcess(arguments, partial(note_modules_and_copies, forked_with, copies)) as engine:
-        modules = forked_with.read_text().split()
+def test_an_engine_from_its_start_until_it_is_killed(tmp_path: Path, redis_url: str) -> None:
+    """One engine for all that can be checked of the same one, because it takes 20 s to start."""
+    folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
+    store = redis_store(redis_url, "whole", "weights")
+    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
+    with EngineProcess(arguments, partial(note_all, tmp_path)) as engine:
+        modules = (tmp_path / "modules").read_text().split()
         assert "vllm.v1.worker.cpu_worker" in modules and "ray" not in modules, "forks import slowly"
         engine.call("sample", PROMPT, 4, SamplingParameters(max_tokens=2))
-        assert copies.read_text().split()[0] == str(3 * (len(PROMPT) - 1)), "all rows compute the last token"
+        copies = (tmp_path / "copies").read_text().split()
+        assert copies[0] == str(3 * (len(PROMPT) - 1)), "rows share a prompt, and all compute its last token"
         assert gloo_threads(engine.engine_pid) == 1, "vLLM's groups share a device"
         with pytest.raises(DataError, match=r"temperature is 0\.005, and vLLM would sample at 0\.01"):
             engine.call("sample", PROMPT, 1, SamplingParameters(temperature=0.005))
-        running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
-        os.kill(engine.engine_pid, signal.SIGKILL)
-        with pytest.raises(UnavailableError):
-            running.result(30)
-        eventually(lambda: engine.call("is_dead"))
-        with pytest.raises(UnavailableError):
-            engine.call("check")
-        with pytest.raises(UnavailableError):
-            engine.call("sample", PROMPT, 1, SamplingParameters())
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        ring.update()
+        check_that_a_turn_is_cached_until_the_weights_change(engine, ring)
+        ring.update()
+        assert ring.agrees()
+        living = (tmp_path / "living").read_text().split()
+        assert living == ["1"] * 3, "replaced weights leave the memory without garbage collection"
+        check_that_a_killed_process_fails_requests_and_checks(engine)
+
+
+def check_that_a_turn_is_cached_until_the_weights_change(engine: EngineProcess, ring: Ring) -> None:
+    """A later turn finds its conversation in the cache."""
+
+    def cached_in_turn(before: Segment | list[int]) -> tuple[Segment, int]:
+        cached = engine.call("figures").cached_tokens
+        row = engine.call("sample_one", before, SamplingParameters(max_tokens=300), trajectory_id=0, key="turns")
+        return row.segments[0], engine.call("figures").cached_tokens - cached
+
+    first, cached = cached_in_turn(list(range(3, 83)))
+    assert cached == 0
+    turn = first_tokens(first, 300)
+    assert cached_in_turn(turn)[1] == 2 * 128, "whole blocks of vLLM's cache on CPUs"
+    ring.update()
+    assert cached_in_turn(turn)[1] == 0
+
+
+def check_that_a_killed_process_fails_requests_and_checks(engine: EngineProcess) -> None:
+    running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
+    os.kill(engine.engine_pid, signal.SIGKILL)
+    with pytest.raises(UnavailableError):
+        running.result(30)
+    eventually(lambda: engine.call("is_dead"))
+    with pytest.raises(UnavailableError):
+        engine.call("check")
+    with pytest.raises(UnavailableError):
+        engine.call("sample", PROMPT, 1, SamplingParameters())
 
 
 def waiting(name: str, prompt: list[int], sampled: int = 0) -> Any:
@@ -166,49 +219,6 @@ def test_only_small_float32_weights_are_multiplied_by_torch(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_later_turn_finds_its_conversation_in_the_cache_until_the_weights_change(
-    tmp_path: Path, redis_url: str
-) -> None:
-    folder = build_tiny_model(tmp_path / "model", hidden=64, ends=False)
-    store = redis_store(redis_url, "cached", "weights")
-    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
-    with EngineProcess(arguments) as engine:
-        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
-        ring.join()
-        ring.update()
-
-        def cached_in_turn(before: Segment | list[int]) -> tuple[Segment, int]:
-            cached = engine.call("figures").cached_tokens
-            row = engine.call("sample_one", before, SamplingParameters(max_tokens=300), trajectory_id=0, key="turns")
-            return row.segments[0], engine.call("figures").cached_tokens - cached
-
-        first, cached = cached_in_turn(list(range(3, 83)))
-        assert cached == 0
-        turn = first_tokens(first, 300)
-        assert cached_in_turn(turn)[1] == 2 * 128, "whole blocks of vLLM's cache on CPUs"
-        ring.update()
-        assert cached_in_turn(turn)[1] == 0
-
-
-def note_living_versions(file: Path) -> None:
-    """Writes how many of the versions that were put in place still have a parameter in memory, after each of them."""
-    from tandem.rollout.vllm import worker_extension
-
-    gc.disable()  # inherited by the engine's process
-    replace, versions = worker_extension.replace, []
-
-    def noted(replacements: list[Any]) -> None:
-        replace(replacements)
-        modules = [running for running, _ in replacements]
-        versions.append([weakref.ref(one) for module in modules for one in module.parameters(recurse=False)])
-        living = sum(any(parameter() is not None for parameter in version) for version in versions)
-        with file.open("a") as opened:
-            opened.write(f"{living}\n")
-
-    worker_extension.replace = noted
-
-
-@pytest.mark.slow
 def test_an_embedding_is_packed_once_it_is_multiplied_with() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -237,20 +247,6 @@ def test_an_embedding_is_packed_once_it_is_multiplied_with() -> None:
             method.process_weights_after_loading(running)
     finally:
         UnquantizedEmbeddingMethod.process_weights_after_loading = process
-
-
-@pytest.mark.slow
-def test_replaced_weights_leave_the_memory_without_garbage_collection(tmp_path: Path, redis_url: str) -> None:
-    folder, living = build_tiny_model(tmp_path / "model", hidden=64, ends=False), tmp_path / "living"
-    store = redis_store(redis_url, "living", "weights")
-    arguments = SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=512, seed=3, group_store=store)
-    with EngineProcess(arguments, partial(note_living_versions, living)) as engine:
-        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
-        ring.join()
-        for _ in range(3):
-            ring.update()
-        assert ring.agrees()
-    assert living.read_text().split() == ["1"] * 3
 
 
 def fail_to_replace() -> None:
