@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
@@ -339,10 +340,11 @@ def test_a_run_with_certificates_trains_to_its_end_and_tells_its_status(tmp_path
     run = WholeRun(
         tmp_path,
         run={"run_id": "certified", "certificates": str(tmp_path / "certs"), "total_batches": 100_000},
-        data={"eval_file": str(tmp_path / "data" / "eval.parquet")},
+        data={"eval_file": str(tmp_path / "few.parquet")},
         rollout={"engine": "transformers", "max_response_tokens": 32},
         trainer={"evaluate_every": 100_000},
     )
+    pq.write_table(pq.read_table(tmp_path / "data" / "eval.parquet").slice(0, 70), tmp_path / "few.parquet")
     process = run.start("run", str(run.recipe))
     try:
         run.wait_for(lambda: all_running(run.folder), process)
