@@ -86,6 +86,51 @@ def installed() -> None:
     needed_package("ray")
 
 
+# ---- first, because the run that all other tests try goes on to the end of this file and takes the processors ----
+
+
+def test_a_killed_driver_leaves_nothing_and_its_run_can_be_resumed(tmp_path: Path) -> None:
+    run = RayRun(tmp_path)
+    killed = run.launch()
+    run.wait_for(lambda: len(run.metrics()) >= 3, killed)
+    killed.kill()
+    killed.wait(10)
+    # Ray 2.60's two agents end last: they try for 60 s to report to the cluster that it is gone.
+    eventually(lambda: not list(carriers(run.mark)), 120.0)
+    total = len(run.metrics()) + 9
+    resumed = run.launch("--resume", f"run.total_batches={total}")
+    run.wait_for(lambda: resumed.poll() is not None or len(run.metrics()) >= total, resumed)
+    assert resumed.wait(60) == 0, run.said() + run.logs()
+    assert sorted(run.records()) == list(range(1, total + 1))
+    run.check_ledger()
+    assert list(carriers(run.mark)) == []
+
+
+def test_a_run_that_the_cluster_cannot_hold_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    run = RayRun(tmp_path)
+    done = run.tandem("run", str(run.recipe), "rollout.num_replicas=500", "--launcher", "ray")
+    assert done.returncode == 2
+    assert re.search(r"the run wants .*500 samplers of 0.25 CPU each.*; the cluster has [\d.]+ CPU free", done.stderr)
+    assert done.stderr.count("\n") == 1 and not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:9", "the Ray cluster at 127.0.0.1:9 cannot be reached"),
+        ("ray://127.0.0.1:10001", "a run is not driven from outside its cluster"),
+        ("somewhere", "is not host:port"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_is_named(tmp_path: Path, address: str, told: str) -> None:
+    run = RayRun(tmp_path)
+    done = run.tandem("run", str(run.recipe), "--launcher", "ray", RAY_ADDRESS=address)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+
+
+# ---- a run that goes on ----
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RayRun:
     rollout, reward = {"stop": tuple(ascii_letters)}, {"scorer": "earned"}
@@ -200,42 +245,3 @@ def status_without_token(channel: grpc.Channel, method: str) -> str:
     except grpc.RpcError as error:
         return str(error.code().name)
     return "OK"
-
-
-def test_a_killed_driver_leaves_nothing_and_its_run_can_be_resumed(tmp_path: Path) -> None:
-    run = RayRun(tmp_path)
-    killed = run.launch()
-    run.wait_for(lambda: len(run.metrics()) >= 3, killed)
-    killed.kill()
-    killed.wait(10)
-    # Ray 2.60's two agents end last: they try for 60 s to report to the cluster that it is gone.
-    eventually(lambda: not list(carriers(run.mark)), 120.0)
-    total = len(run.metrics()) + 9
-    resumed = run.launch("--resume", f"run.total_batches={total}")
-    run.wait_for(lambda: resumed.poll() is not None or len(run.metrics()) >= total, resumed)
-    assert resumed.wait(60) == 0, run.said() + run.logs()
-    assert sorted(run.records()) == list(range(1, total + 1))
-    run.check_ledger()
-    assert list(carriers(run.mark)) == []
-
-
-def test_a_run_that_the_cluster_cannot_hold_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
-    run = RayRun(tmp_path)
-    done = run.tandem("run", str(run.recipe), "rollout.num_replicas=500", "--launcher", "ray")
-    assert done.returncode == 2
-    assert re.search(r"the run wants .*500 samplers of 0.25 CPU each.*; the cluster has [\d.]+ CPU free", done.stderr)
-    assert done.stderr.count("\n") == 1 and not run.folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("address", "told"),
-    [
-        ("127.0.0.1:9", "the Ray cluster at 127.0.0.1:9 cannot be reached"),
-        ("ray://127.0.0.1:10001", "a run is not driven from outside its cluster"),
-        ("somewhere", "is not host:port"),
-    ],
-)
-def test_a_cluster_that_cannot_be_used_is_named(tmp_path: Path, address: str, told: str) -> None:
-    run = RayRun(tmp_path)
-    done = run.tandem("run", str(run.recipe), "--launcher", "ray", RAY_ADDRESS=address)
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
