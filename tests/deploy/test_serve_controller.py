@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.redis_ring import running_redis
-from tests.support.whole_run import WholeRun
+from tests.support.whole_run import UNHURRIED, WholeRun
 
 pytestmark = pytest.mark.system
 
@@ -32,6 +32,7 @@ def test_a_run_started_by_hand_is_steered_and_all_its_services_end_with_it(tmp_p
             tmp_path,
             run={"total_batches": 100_000, "redis_url": redis_url},
             rollout={"engine": "transformers", "max_response_tokens": 32},
+            reward=UNHURRIED,
             trainer={"checkpoint_every": 100},
         )
         folder = str(run.folder)

@@ -30,7 +30,7 @@ from tandem.services.run.folder import running
 from tests.security.test_tokens import METHODS, status_of
 from tests.support.service_wire import health_of, listed_services
 from tests.support.strangers import answering, listening_ports
-from tests.support.whole_run import WholeRun, service_process
+from tests.support.whole_run import UNHURRIED, WholeRun, service_process
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -73,7 +73,7 @@ def sockets() -> Iterator[OpenSockets]:
     """The sockets of a run that goes on while and after the tests try them. Its folder is open to all users."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        run = WholeRun(Path(folder), run={"total_batches": 100_000})
+        run = WholeRun(Path(folder), run={"total_batches": 100_000}, reward=UNHURRIED)
         supervisor = run.start("run", str(run.recipe))
         try:
             run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)

@@ -28,6 +28,8 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_tandem
 
 RUN_DEADLINE_SECONDS = 300.0
+UNHURRIED = {"scorer": f"{ROOT}/tests/support/whole_run.py:unhurried_digit_share"}
+"""The reward of a run that goes on beside a test: it leaves the processors to the processes that the test waits for."""
 
 
 class WholeRun:
@@ -130,6 +132,12 @@ class WholeRun:
 def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """A reward with some variance in every group, even for an untrained model."""
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def unhurried_digit_share(**item: Any) -> float:
+    """As `digit_share`, and waits a little."""
+    time.sleep(0.05)
+    return digit_share(**item)
 
 
 def compute_score(**item: Any) -> float:
