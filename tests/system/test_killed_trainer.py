@@ -62,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tup
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("order", ["synchronous", "ahead"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 4])
 def test_a_trainer_killed_at_random_moments_changes_no_bit_of_the_weights(
     tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], order: str, seed: int
 ) -> None:
