@@ -10,7 +10,7 @@ from tests.support.whole_run import WholeRun, service_process
 from tests.system.test_system_episodes import LETTERS
 
 BATCHES = 4
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
 def test_a_run_with_agents_that_rewrite_their_history_trains_each_token_once_and_replays(tmp_path: Path) -> None:

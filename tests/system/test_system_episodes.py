@@ -21,7 +21,7 @@ from tests.support.whole_run import WholeRun, service_process
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BATCHES = 12
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
 def num_opened(redis_url: str) -> float:

@@ -44,6 +44,7 @@ def test_no_turn_changes_the_tokens_before_it_and_each_sampled_token_is_trained_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ten_thousand_episodes_change_no_token(encoders: dict[str, ChatEncoder]) -> None:
     kept, forked = played(encoders, "keep", 625), played(encoders, "fork", 625)
     check_counts(kept, forked)

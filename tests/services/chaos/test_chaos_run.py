@@ -26,7 +26,7 @@ KINDS = ["kill", "stop", "cut", "slow", "redis-loss"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_twelve_faults_over_all_services_lose_no_group_and_train_none_twice(tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SCORER)
