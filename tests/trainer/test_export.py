@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import modeling_utils
 
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.trainer import learner as learner_module
@@ -25,12 +26,28 @@ def test_saving_a_model_imports_no_deepspeed(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "model.safetensors").is_file()
 
 
+def written_tensors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of the tensors that transformers writes from now on."""
+    written: list[int] = []
+    save = modeling_utils.safe_save_file
+
+    def noting(tensors: Mapping[str, Tensor], *arguments: Any, **options: Any) -> None:
+        written.extend(tensor.data_ptr() for tensor in tensors.values())
+        save(tensors, *arguments, **options)
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", noting)
+    return written
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_an_export_of_weights_in_one_flat_buffer_has_their_bits(
-    make_learner: Callable[..., Learner], tmp_path: Path, zero_stage: int
+    make_learner: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int
 ) -> None:
     learner = make_learner(zero_stage=zero_stage)
+    written = written_tensors(monkeypatch)
     learner.export(tmp_path / "export")
+    held = {parameter.data_ptr() for parameter in learner._engine.module.parameters()}
+    assert written and set(written) == held, "each weight is written from where it is"
     assert equal(load_file(tmp_path / "export" / "model.safetensors"), all_weights(learner))
 
 

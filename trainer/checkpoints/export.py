@@ -53,8 +53,10 @@ def write_export(
     """Writes weights, configuration, tokenizer and generation settings atomically, replacing an existing folder. Raises
     EnvironmentLackError if the disk is full.
     """
+    # transformers copies tensors that share one storage, such as the flat buffer of ZeRO stages 1 and 2.
+    alone = {name: torch.from_dlpack(tensor.detach()) for name, tensor in weights.items()}
     with atomic_folder(folder) as begun:
-        save_model(model, begun, state_dict=dict(weights))
+        save_model(model, begun, state_dict=alone)
         for pattern in COPIED:
             for file in source.glob(pattern):
                 if file.is_file():
