@@ -122,7 +122,7 @@ def _seconds_of_digests(rounds: int) -> tuple[dict[str, float], dict[str, float]
     torch.set_num_threads(1)
     sender = WeightSender(Weights(), bucket_bytes=64 << 20)
     manifest = sender.manifest(1, 0, "gloo")
-    data = [buffer[: spec.num_bytes] for spec, buffer in sender.snapshot(manifest)]
+    data = [buffer[: spec.num_bytes] for spec, buffer in sender.snapshot(manifest).buckets]
     alone: dict[str, list[float]] = {name: [] for name in DIGEST_FORMATS}
     snapshots: dict[str, list[float]] = {name: [] for name in (*DIGEST_FORMATS, "none")}
     for _ in range(rounds):
@@ -174,7 +174,7 @@ def _run(rank: int, world_size: int, folder: str, rounds: int, results: Queue[di
     sender = WeightSender(Weights(), bucket_bytes=64 << 20, store=store)
     manifest = sender.manifest(1, 0, "gloo")
     snapshot = sender.snapshot(manifest)
-    buffers = [buffer for _, buffer in snapshot]
+    buffers = [buffer for _, buffer in snapshot.buckets]
     receiver = StagedReceiver(CPU, 0, None, frozenset())
     if rank == 0:
         group = sender._group = WeightGroup(address, 0, CPU, SECONDS, store)

@@ -1,5 +1,5 @@
-"""The sender of weight updates: gathers the policy bucket by bucket, sends each bucket once, and keeps a copy for late
-joiners.
+"""The sender of weight updates: gathers the policy bucket by bucket, sends each bucket once, and updates late joiners
+from a copy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem.protos.bucket_delta import encode_delta
+from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import (
     ParameterSpec,
@@ -39,6 +40,7 @@ from tandem.protos.weight_group import (
 )
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import Gather
+from tandem.trainer.kept_copy import KeptCopy, WeightCopy
 
 if TYPE_CHECKING:
     from tandem.trainer.models.lora import Adapters
@@ -59,15 +61,17 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightCopy:
-    """All buckets of one version in host memory, with digests; immutable."""
+class WeightSnapshot:
+    """The buckets of one version in host memory, with digests, and perhaps what changed since an older version. Without
+    buckets on ranks other than 0.
+    """
 
-    manifest: WeightManifest
-    buffers: tuple[torch.Tensor, ...]
-
-
-WeightSnapshot = Sequence[tuple[BucketSpec, torch.Tensor]]
-"""The buckets of one version in host memory, with digests; none on ranks other than 0."""
+    buckets: Sequence[tuple[BucketSpec, torch.Tensor]] = ()
+    base: tuple[int, int] | None = None
+    """Incarnation and version of the weights that the differences apply to."""
+    differences: Sequence[torch.Tensor | None] = ()
+    """Of each bucket, with its digest; None if the bucket is better sent whole. Empty without a base."""
+    encode_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,9 @@ class WeightSender:
     With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
     folder. A sampler with another base, or none, receives the base with the copy.
 
-    With `encoding` "delta", samplers keep every version, and a version whose manifest names a `base` is sent as the
-    difference to the copy. `sent_bytes` and `encode_seconds` are those of the last version.
+    With `encoding` "delta", samplers keep every version, and a snapshot has the differences to the version before it.
+    They are sent if the manifest names that version as its `base`. `sent_bytes` and `encode_seconds` are those of the
+    last version.
 
     `store` is where its groups meet; None if it opens no group.
     """
@@ -120,11 +125,7 @@ class WeightSender:
         self._base = () if adapters is None else plan_buckets(specs, bucket_bytes)
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._base_algorithm: DigestAlgorithm | None = None
-        self._copy: WeightCopy | None = None
-        self._copy_lock = threading.Lock()
-        self._copy_wanted = False  # by someone who found none: the next one stays beside the version after it
-        self._lent: dict[int, int] = {}
-        """The ids of the buffers that late joiners or files are being made from, by those of the lent copies."""
+        self._kept = KeptCopy()
         self._prepared: WeightGroupAddress | None = None
         self._group: WeightGroup | None = None
         self._exported: list[torch.Tensor] = []
@@ -137,8 +138,8 @@ class WeightSender:
     @property
     def copy(self) -> WeightCopy:
         """The newest version, for late joiners; only on rank 0."""
-        assert self._copy is not None, "a copy exists once a version was broadcast, until the next snapshot"
-        return self._copy
+        assert self._kept.newest is not None, "a copy exists once a version was broadcast, until the next snapshot"
+        return self._kept.newest
 
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
@@ -169,13 +170,6 @@ class WeightSender:
         adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         return replace(manifest, adapters=adapters)
 
-    @property
-    def base(self) -> tuple[int, int] | None:
-        """Incarnation and version that the next version can be sent as a difference to; only on rank 0."""
-        if self._encoding == "full" or self._copy is None:
-            return None
-        return self._copy.manifest.incarnation, self._copy.manifest.policy_version
-
     def prepare(self, host: str, world_size: int, backend: str) -> WeightGroupAddress:
         """Rank 0: closes the open group and names a new one of `world_size` ranks, including itself.
 
@@ -195,18 +189,15 @@ class WeightSender:
         """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0.
 
         It takes the memory of the copy, and there is no copy until `broadcast` ends, unless a late joiner reads it or
-        differences to it are sent, or one asked in vain during the broadcast before.
+        asked in vain during the broadcast before.
         """
-        memory = self._memory_of_copy() if manifest.buckets else ()
-        return tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, memory))
-
-    def _memory_of_copy(self) -> tuple[torch.Tensor, ...]:
-        with self._copy_lock:
-            copy, is_wanted, self._copy_wanted = self._copy, self._copy_wanted, False
-            if copy is None or is_wanted or self._encoding != "full" or id(copy.buffers) in self._lent.values():
-                return ()
-            self._copy = None
-        return copy.buffers
+        if not manifest.buckets:
+            return WeightSnapshot()
+        base = self._kept.newest if self._encoding == "delta" else None
+        memory = self._kept.take_memory()
+        into = _shared_memory(manifest.buckets) if base is not None and memory else memory
+        filled = self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, into)
+        return WeightSnapshot(tuple(filled)) if base is None else _with_differences(filled, base, memory)
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
@@ -226,19 +217,30 @@ class WeightSender:
         """
         fault: WeightTransferError | None = None
         deadline = time.monotonic() + timeout_seconds
+        differences: Sequence[torch.Tensor | None] = ()
         self.sent_bytes, self.encode_seconds = 0, 0.0
+        if snapshot is not None:
+            self.encode_seconds = snapshot.encode_seconds
+        if manifest.base is not None:
+            assert snapshot is not None and snapshot.base == manifest.base, "the differences are those to the base"
+            differences = snapshot.differences
         exported = manifest.backend == "ipc"
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
-        filled: Iterable[tuple[BucketSpec, torch.Tensor]] = snapshot or ()
-        if snapshot is None:
-            device = self._device if on_gpu else _CPU
-            filled = self._filled(manifest.buckets, self._gather, device, manifest.digest_algorithm)
+        device = self._device if on_gpu else _CPU
+        filled: Iterable[tuple[BucketSpec, torch.Tensor]] = (
+            self._filled(manifest.buckets, self._gather, device, manifest.digest_algorithm)
+            if snapshot is None
+            else snapshot.buckets
+        )
         for spec, buffer in filled:
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
-                    self._send(self._group, manifest, len(buffers), buffer, deadline)
+                    difference = differences[len(buffers)] if differences else None
+                    message = buffer if difference is None else difference
+                    _send_message(self._group, message, manifest, deadline - time.monotonic())
+                    self.sent_bytes += len(message)
                 except WeightTransferError as error:
                     self.close()
                     fault = error
@@ -252,10 +254,9 @@ class WeightSender:
             return manifest
         sent = replace(manifest, buckets=tuple(specs), base=None)
         if sent.buckets:
-            self._copy = WeightCopy(sent, tuple(buffers))
-        elif self._copy is not None:  # same weights as the previous version, with a new number
-            renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
-            self._copy = WeightCopy(renamed, self._copy.buffers)
+            self._kept.newest = WeightCopy(sent, tuple(buffers))
+        else:
+            self._kept.rename(sent.incarnation, sent.policy_version)
         if sent.backend == "disk" and sent.buckets:
             sent = self.write_copy(Path(sent.location))
         if exported:
@@ -263,22 +264,6 @@ class WeightSender:
         if fault is not None:
             raise fault
         return sent
-
-    def _send(
-        self, group: WeightGroup, manifest: WeightManifest, number: int, buffer: torch.Tensor, deadline: float
-    ) -> None:
-        """Sends a bucket, or its difference to the copy if the manifest names a base and that is smaller."""
-        spec, message = manifest.buckets[number], buffer
-        if manifest.base is not None:
-            assert manifest.base == self.base, "the samplers hold the copy"
-            started = time.perf_counter()
-            held = self.copy.buffers[number][: spec.num_bytes].numpy()
-            delta = encode_delta(spec, held, buffer[: spec.num_bytes].numpy())
-            if delta is not None:
-                message = torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]])
-            self.encode_seconds += time.perf_counter() - started
-        _send_message(group, message, manifest, deadline - time.monotonic())
-        self.sent_bytes += len(message)
 
     def _filled(
         self,
@@ -313,7 +298,8 @@ class WeightSender:
         It does not use the trainer's communicators. The caller sends the address and the manifest to the sampler.
         Raises WeightTransferError while a new version replaces the copy.
         """
-        copy = self._borrowed_copy(brings_base)
+        lent = self._kept.lend()
+        copy = self._with_base(lent) if brings_base else lent
         address = WeightGroupAddress(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo")
 
         def serve() -> None:
@@ -323,7 +309,7 @@ class WeightSender:
                     for buffer in copy.buffers:
                         _send_message(group, buffer, copy.manifest, timeout_seconds)
             finally:
-                self._return_copy(copy)
+                self._kept.give_back(lent)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
         return CopyTransfer(address, replace(copy.manifest, backend="gloo", location=""))
@@ -333,7 +319,8 @@ class WeightSender:
         Raises EnvironmentLackError if the disk is full or the folder cannot be written, and WeightTransferError while
         a new version replaces the copy.
         """
-        copy = self._borrowed_copy(brings_base)
+        lent = self._kept.lend()
+        copy = self._with_base(lent) if brings_base else lent
         folder = folder.absolute()
         try:
             with atomic_folder(folder) as begun:
@@ -344,7 +331,7 @@ class WeightSender:
                 f"weights cannot be written to {folder}: {error}; free space or choose another folder"
             ) from error
         finally:
-            self._return_copy(copy)
+            self._kept.give_back(lent)
         return replace(copy.manifest, backend="disk", location=str(folder))
 
     def interrupt(self) -> None:
@@ -363,22 +350,35 @@ class WeightSender:
         assert self._store is not None, "a sender without a store opens no group"
         return WeightGroup(address, 0, device, timeout_seconds, self._store)
 
-    def _borrowed_copy(self, brings_base: bool) -> WeightCopy:
-        """The newest version, whose memory is not used again before `_return_copy`."""
-        with self._copy_lock:
-            copy = self._copy
-            if copy is None:
-                self._copy_wanted = True
-                raise WeightTransferError("a new version is being copied and sent")
-            base = self._base_buffers if brings_base else ()
-            assert base is not None, "the base is held from the first version on"
-            lent = WeightCopy(with_base(copy.manifest) if brings_base else copy.manifest, base + copy.buffers)
-            self._lent[id(lent)] = id(copy.buffers)
-        return lent
+    def _with_base(self, copy: WeightCopy) -> WeightCopy:
+        """The copy with the base of its adapters."""
+        assert self._base_buffers is not None, "the base is held from the first version on"
+        return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
 
-    def _return_copy(self, lent: WeightCopy) -> None:
-        with self._copy_lock:
-            del self._lent[id(lent)]
+
+def _shared_memory(buckets: Sequence[BucketSpec]) -> tuple[torch.Tensor, ...]:
+    """Memory in which each bucket overwrites the one before it."""
+    shared = empty_bucket(max(buckets, key=lambda spec: spec.num_bytes), _CPU)
+    return tuple(shared[: spec.num_bytes + DIGEST_BYTES] for spec in buckets)
+
+
+def _with_differences(
+    filled: Iterable[tuple[BucketSpec, torch.Tensor]], base: WeightCopy, memory: Sequence[torch.Tensor]
+) -> WeightSnapshot:
+    """The snapshot of buckets with their differences to the base. With `memory`, each bucket is copied into the memory
+    of the base's bucket, which is read before.
+    """
+    buckets: list[tuple[BucketSpec, torch.Tensor]] = []
+    differences: list[torch.Tensor | None] = []
+    seconds = 0.0
+    for number, (spec, buffer) in enumerate(filled):
+        started = time.perf_counter()
+        held = base.buffers[number][: spec.num_bytes]
+        delta = encode_delta(spec, held.numpy(), buffer[: spec.num_bytes].numpy())
+        differences.append(None if delta is None else torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]]))
+        buckets.append((spec, memory[number].copy_(buffer) if memory else buffer))
+        seconds += time.perf_counter() - started
+    return WeightSnapshot(buckets, base.version, differences, seconds)
 
 
 def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:

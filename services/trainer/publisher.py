@@ -207,8 +207,8 @@ class Publisher:
     ) -> list[tuple[SamplerLink, rollout_pb2.UpdateWeightsReply]]:
         """Sends the version and returns the samplers that acknowledged every digest. The others have failed."""
         seconds, version = self._deadline_seconds, manifest.policy_version
-        base = self._sender.base
-        if base is not None and manifest.buckets and links and all(link.holds(base) for link in links):
+        base = None if snapshot is None else snapshot.base
+        if base is not None and links and all(link.holds(base) for link in links):
             manifest = replace(manifest, base=base)
         if WeightSender.fetched_by_samplers(self._backend):
             manifest = self._sender.broadcast(manifest, seconds, snapshot)

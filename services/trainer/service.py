@@ -264,7 +264,8 @@ class Trainer:
             if weights.sends_snapshots:
                 take_snapshot = partial(self.sender.snapshot, manifest)
                 if not self.learner.gathers_in_threads:  # all ranks take part, or a GPU is busy
-                    take_snapshot = partial(tuple, take_snapshot())
+                    snapshot = take_snapshot()
+                    take_snapshot = lambda: snapshot  # noqa: E731
             if self.rank_zero:
                 self.rank_zero.publish(self.sender, manifest, take_snapshot, trained)
             elif take_snapshot is None:

@@ -13,7 +13,7 @@ from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import WeightGroup
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
 from tests.support.memory_store import IN_MEMORY
 
@@ -32,18 +32,20 @@ def pair(source: Tensors) -> Iterator[Pair]:
     pair.sender.close()
 
 
-def next_version(pair: Pair, version: int) -> WeightManifest:
-    """The manifest of a version that is sent as a difference."""
-    return replace(pair.sender.manifest(1, version, "gloo"), base=pair.sender.base)
+def next_version(pair: Pair, version: int) -> tuple[WeightManifest, WeightSnapshot]:
+    """A version that is sent as the difference to the one before, if there is one."""
+    manifest = pair.sender.manifest(1, version, "gloo")
+    snapshot = pair.sender.snapshot(manifest)
+    return replace(manifest, base=snapshot.base), snapshot
 
 
 def test_differences_give_the_weights_bit_for_bit(source: Tensors, pair: Pair) -> None:
-    pair.send(next_version(pair, 0))
+    pair.send(*next_version(pair, 0))
     assert equal(pair.staged(), source)
     whole_bytes = pair.sender.sent_bytes
     for version in range(1, 4):
         source.tensors["head"][version] = float("nan")
-        sent, progress = pair.send(next_version(pair, version))
+        sent, progress = pair.send(*next_version(pair, version))
         assert list(progress["digests"]) == [bucket.digest for bucket in sent.buckets]
         staged = pair.staged()
         assert all(
@@ -56,35 +58,35 @@ def test_differences_give_the_weights_bit_for_bit(source: Tensors, pair: Pair) -
 
 
 def test_a_version_that_changed_everywhere_is_sent_whole(source: Tensors, pair: Pair) -> None:
-    pair.send(next_version(pair, 0))
+    pair.send(*next_version(pair, 0))
     whole_bytes = pair.sender.sent_bytes
     source.tensors = Tensors(seed=5).tensors
-    pair.send(next_version(pair, 1))
+    pair.send(*next_version(pair, 1))
     assert pair.sender.sent_bytes > 0.8 * whole_bytes
     assert equal(pair.staged(), source)
 
 
 def test_the_base_keeps_its_bits_under_the_number_of_an_unchanged_version(source: Tensors, pair: Pair) -> None:
-    pair.send(next_version(pair, 0))
+    pair.send(*next_version(pair, 0))
     pair.send(pair.sender.manifest(1, 1, "gloo", changed=False))
     source.tensors["embed"][0] += 1
-    manifest = next_version(pair, 2)
+    manifest, snapshot = next_version(pair, 2)
     assert manifest.base == (1, 1)
-    pair.send(manifest)
+    pair.send(manifest, snapshot)
     assert equal(pair.staged(), source)
 
 
 def test_a_difference_to_another_version_is_refused_and_both_are_named(source: Tensors, pair: Pair) -> None:
-    pair.send(next_version(pair, 0))
+    pair.send(*next_version(pair, 0))
     other = StagedReceiver(CPU, 0, None, frozenset())
     pair.group = connected(pair.sender, [pair.receiver, other])
     source.tensors["embed"][0] += 1
-    manifest = next_version(pair, 1)
+    manifest, snapshot = next_version(pair, 1)
     other.start_receive(b"", "", TIMEOUT)  # leaves no copy
     wait(other)
     for receiver in (pair.receiver, other):
         receiver.start_receive(encode_manifest(manifest), pair.group, TIMEOUT)
-    pair.sender.broadcast(manifest, TIMEOUT)
+    pair.sender.broadcast(manifest, TIMEOUT, snapshot)
     assert error(other) == (
         "MissingVersionError",
         "version 1 arrived as a difference to version 0 of incarnation 1, and this sampler holds none; "
@@ -96,20 +98,20 @@ def test_a_difference_to_another_version_is_refused_and_both_are_named(source: T
     pair.receiver._held = pair.receiver._held._replace(version=(1, 7))
     pair.group = connected(pair.sender, [pair.receiver])
     source.tensors["embed"][0] += 1
-    pair.send(next_version(pair, 2))
+    pair.send(*next_version(pair, 2))
     assert "to version 1 of incarnation 1, and this sampler holds version 7 of" in error(pair.receiver)[1]
     pair.copy()
     assert equal(pair.staged(), source), "a late joiner's copy is whole"
     pair.join()
     source.tensors["embed"][0] += 1
-    pair.send(next_version(pair, 3))
+    pair.send(*next_version(pair, 3))
     assert equal(pair.staged(), source)
 
 
 def test_a_damaged_difference_is_refused_and_whole_weights_follow(
     source: Tensors, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.send(next_version(pair, 0))
+    pair.send(*next_version(pair, 0))
     source.tensors["embed"][0] += 1
     sent = WeightGroup.broadcast
 
@@ -121,10 +123,10 @@ def test_a_damaged_difference_is_refused_and_whole_weights_follow(
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightGroup, "broadcast", damaged)
-        pair.send(next_version(pair, 1))
+        pair.send(*next_version(pair, 1))
         assert "nothing was applied" in error(pair.receiver)[1]
     source.tensors["embed"][0] += 1
-    pair.send(next_version(pair, 2))
+    pair.send(*next_version(pair, 2))
     assert error(pair.receiver)[0] == "MissingVersionError", "its copy is not trusted any more"
     pair.copy()
     assert equal(pair.staged(), source)

@@ -47,7 +47,7 @@ from tandem.protos.weight_group import (
 from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer import weight_sender
-from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
 from tests.support.memory_store import IN_MEMORY
 
 CPU = torch.device("cpu")
@@ -129,9 +129,11 @@ class Pair:
         """Lets the receiver wait for the version."""
         self.receiver.start_receive(encode_manifest(manifest), self.group, seconds)
 
-    def send(self, manifest: WeightManifest) -> tuple[WeightManifest, TransferProgress]:
+    def send(
+        self, manifest: WeightManifest, snapshot: WeightSnapshot | None = None
+    ) -> tuple[WeightManifest, TransferProgress]:
         self.start(manifest)
-        return self.sender.broadcast(manifest, TIMEOUT), wait(self.receiver)
+        return self.sender.broadcast(manifest, TIMEOUT, snapshot), wait(self.receiver)
 
     def staged(self) -> dict[str, torch.Tensor]:
         """What the receiver has staged without an error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from tandem.protos.errors import WeightTransferError
 from tandem.protos.manifest import encode_manifest
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.trainer.weight_sender import CopyTransfer, WeightSender
+from tandem.trainer.weight_sender import CopyTransfer, WeightSender, WeightSnapshot
 from tests.protos.test_weight_group import CPU, TIMEOUT, Tensors, equal, wait
 from tests.support.memory_store import IN_MEMORY
 from tests.support.waiting import eventually
@@ -34,7 +34,11 @@ def publish(sender: WeightSender, version: int) -> set[int]:
     manifest = sender.manifest(1, version, "gloo")
     snapshot = sender.snapshot(manifest)
     sender.broadcast(manifest, TIMEOUT, snapshot)
-    return {buffer.data_ptr() for _, buffer in snapshot}
+    return addresses(snapshot)
+
+
+def addresses(snapshot: WeightSnapshot) -> set[int]:
+    return {buffer.data_ptr() for _, buffer in snapshot.buckets}
 
 
 def received(offer: CopyTransfer, source: Tensors) -> dict[str, torch.Tensor]:
@@ -76,11 +80,37 @@ def test_a_copy_that_a_late_joiner_reads_keeps_its_memory(source: Tensors, sende
     assert equal(received(offer, source), before)
     second = {buffer.data_ptr() for buffer in sender.copy.buffers}
     assert publish(sender, 2) == second, "whoever reads an older version does not keep this one's memory"
-    eventually(lambda: not sender._lent)
+    eventually(lambda: not sender._kept._lent)
 
 
-def test_a_copy_that_differences_are_sent_to_is_kept(source: Tensors) -> None:
+def differences(sender: WeightSender, version: int) -> WeightSnapshot:
+    """Publishes a version as the difference to the one before."""
+    manifest = sender.manifest(1, version, "gloo")
+    snapshot = sender.snapshot(manifest)
+    sender.broadcast(replace(manifest, base=snapshot.base), TIMEOUT, snapshot)
+    return snapshot
+
+
+def test_a_snapshot_with_differences_takes_the_memory_of_the_version_that_they_are_to(source: Tensors) -> None:
     sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
-    first = publish(sender, 0)
-    assert not {buffer.data_ptr() for _, buffer in sender.snapshot(sender.manifest(1, 1, "gloo"))} & first
-    assert sender.base == (1, 0)
+    first = differences(sender, 0)
+    assert (first.base, list(first.differences)) == (None, [])
+    source.tensors["head"][3] += 1
+    second = differences(sender, 1)
+    assert second.base == (1, 0)
+    assert addresses(second) == addresses(first)
+    assert any(difference is not None for difference in second.differences)
+    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
+
+
+def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(source: Tensors) -> None:
+    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
+    first = differences(sender, 0)
+    before = Tensors()
+    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
+    source.tensors["head"][3] += 1
+    second = differences(sender, 1)
+    assert second.base == (1, 0)
+    assert not addresses(second) & addresses(first)
+    assert equal(received(offer, source), before)
+    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)

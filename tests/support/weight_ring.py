@@ -81,13 +81,16 @@ class Ring:
         self.version += 1
         self.models[self.version] = copy.deepcopy(self.policy.model)
         manifest = self.sender.manifest(1, self.version, backend, location=location)
-        manifest = replace(manifest, base=self.sender.base)
+        snapshot = None
+        if manifest.encoding == "delta":
+            snapshot = self.sender.snapshot(manifest)
+            manifest = replace(manifest, base=snapshot.base)
         if self.sender.fetched_by_samplers(backend):
             sent = self.sender.broadcast(manifest, TIMEOUT)
             report = self.engine.submit("update_weights", sent, "", TIMEOUT).result(TIMEOUT)
         else:
             answer = self.engine.submit("update_weights", manifest, self.group_name, TIMEOUT)
-            sent = self.sender.broadcast(manifest, TIMEOUT)
+            sent = self.sender.broadcast(manifest, TIMEOUT, snapshot)
             report = answer.result(TIMEOUT)
         assert report.digests == tuple(bucket.digest for bucket in sent.buckets)
         assert self.engine.call("policy_version") == self.version

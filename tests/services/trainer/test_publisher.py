@@ -104,7 +104,7 @@ def test_a_sampler_that_finds_no_copy_takes_part_in_the_version_that_replaces_it
     ring.publish(0)
     first = ring.snapshot(1)  # takes the memory of version 0
     late = ring.sampler("rollout-1")
-    eventually(lambda: ring.sender._copy_wanted)
+    eventually(lambda: ring.sender._kept._wanted)
     ring.publisher._threads.close()  # no catch-up is under way
     assert late.joins == 0
     assert ring.publisher.publish(*first).samplers_acknowledged == 2
