@@ -92,7 +92,7 @@ class RowPacking:
             self._separate = before
             self._set(before)
             if self._rank.rank == 0:
-                log.warning("rows are not packed end to end: %s", error)
+                log.warning("rows are padded, because they cannot be packed end to end: %s", error)
 
     def _check_shared(self) -> None:
         for engine, attention in zip(self._engines, self._separate, strict=True):
@@ -107,7 +107,7 @@ class RowPacking:
             self.use("shared")
         except ModelError as error:
             if self._rank.rank == 0:
-                log.warning("prompts are not shared: %s", error)
+                log.warning("rows are packed as %s, because prompts cannot be shared: %s", self.packings[0], error)
             return False
         return True
 

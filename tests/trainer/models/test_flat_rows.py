@@ -207,16 +207,17 @@ def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     learner = make_learner()
     assert learner.packings == ("flat",) and learner._model.config._attn_implementation == "eager"
     assert _own_lines(caplog) == [
-        "prompts are not shared: Qwen2ForCausalLM cannot share prompts (its attention is eager): "
-        'set trainer.packing = "padded"'
+        "rows are packed as flat, because prompts cannot be shared: "
+        'Qwen2ForCausalLM cannot share prompts (its attention is eager): set trainer.packing = "padded"'
     ]
     caplog.clear()
     monkeypatch.setattr(flat_rows, "measure_row_mixing", lambda engine, device, packing: (0.4, 1.0))
     learner = make_learner()
     assert learner.packings == ("padded",) and learner._model.config._attn_implementation == "sdpa"
     flat, shared = _own_lines(caplog)
-    assert flat.startswith("rows are not packed end to end: Qwen2ForCausalLM does not keep rows apart")
-    assert shared.startswith("prompts are not shared: Qwen2ForCausalLM does not keep rows apart that share a prompt")
+    mixes = "Qwen2ForCausalLM does not keep rows apart that"
+    assert flat.startswith(f"rows are padded, because they cannot be packed end to end: {mixes} are packed")
+    assert shared.startswith(f"rows are packed as padded, because prompts cannot be shared: {mixes} share a prompt")
     with pytest.raises(ModelError, match="does not keep rows apart"):
         make_learner(packing="flat")
     with pytest.raises(ModelError, match="does not keep rows apart"):
