@@ -139,7 +139,7 @@ def _prepare_environment(on_cpu: bool, config: RolloutConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if config.num_threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 4)))
 
 
 def cache_block_tokens(max_model_tokens: int) -> int | None:

@@ -26,7 +26,7 @@ from tandem.services.run.folder import CONFIG_FILE, RunLock, cannot_write, write
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, METRICS_FILE, JsonLines
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_ports, check_reward
+from tandem.services.run.preflight import check_ports, check_reward, check_threads
 from tandem.services.run.redis_child import RedisChild
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_set, wait_for_endpoints
 from tandem.services.trainer.generations import EvaluationSet, SetResult
@@ -54,6 +54,7 @@ def evaluate_recipe(recipe: Recipe, output: Path | None = None) -> int:
         )
     find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
     check_model(recipe)
+    check_threads(recipe, "rollout")
     check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)
