@@ -1,4 +1,5 @@
-"""Measures the seconds from `tandem run` to the first trained batch, and until a sampler started alone is ready.
+"""Measures the seconds from `tandem run` to the first trained batch, until a sampler started alone is ready, and of
+`tandem --help`.
 
     python benchmarks/startup.py [--repeats 3] [--output benchmarks/records/startup.json]
 
@@ -34,6 +35,8 @@ PACKAGES = ("protos", "reward", "rollout", "services", "tandem", "trainer")
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
 ALLOWED = {"run_to_first_batch_seconds": 10.0, "weight_stall_seconds_mean": 0.05, "sampler_alone_ready_seconds": 10.0}
+ALLOWED |= {"help_seconds": 0.3}
+HELP_REPEATS = 15
 
 
 def main() -> int:
@@ -54,6 +57,7 @@ def main() -> int:
         "run_to_first_batch_seconds": statistics.median(first for first, _ in runs),
         "weight_stall_seconds_mean": statistics.median(stall for _, stall in runs),
         "sampler_alone_ready_seconds": statistics.median(alone),
+        "help_seconds": statistics.median(_help() for _ in range(HELP_REPEATS)),
         "model_check_seconds": _model_check(),
         "all": {"run_to_first_batch_seconds": [first for first, _ in runs], "sampler_alone_ready_seconds": alone},
     }
@@ -63,6 +67,14 @@ def main() -> int:
     missed = [f"{name} is over {most}" for name, most in ALLOWED.items() if record[name] > most]
     print("\n".join(f"NOT MET: {line}" for line in missed))
     return 1 if missed else 0
+
+
+def _help() -> float:
+    started = time.perf_counter()
+    subprocess.run(
+        [Path(sys.executable).with_name("tandem"), "--help"], check=True, timeout=DEADLINE_SECONDS, capture_output=True
+    )
+    return time.perf_counter() - started
 
 
 def _model_check() -> dict[str, float]:
