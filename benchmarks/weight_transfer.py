@@ -7,8 +7,8 @@ digests: `WeightSender` sends the buckets, and each receiver's `StagedReceiver` 
 `unchecked` sends the same buckets along the same chain into memory that exists already, without digests. `raw` does
 that by torch.distributed's own broadcast. All three alternate; figures are medians over the rounds, ratios of raw
 seconds / our seconds, `share_of_checks` of what `ours` takes longer than `unchecked`. Bytes that left rank 0 are those
-its sockets had acknowledged (Linux's TCP_INFO). Fails if the `ratio` of one receiver or an `unchecked_ratio` is below
-`LEAST_RATIO`, or if rank 0 sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets
+its sockets had acknowledged (Linux's TCP_INFO). Fails if a `ratio` or an `unchecked_ratio` is below `LEAST_RATIO`, or
+if rank 0 sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets
 takes alone, and `snapshot_seconds` what a snapshot takes with each digest, and without one.
 """
 
@@ -48,7 +48,6 @@ from tandem.rollout.weight_receiver import StagedReceiver  # noqa: E402
 from tandem.trainer.weight_sender import WeightSender  # noqa: E402
 
 LEAST_RATIO = 0.9
-"""Of several receivers only without digests: on two cores each of them computes one, and has no core of its own."""
 MOST_COPIES = 1.1
 NUM_TENSORS, ELEMENTS = 24, 1_010_000  # 97 MB of float32
 SECONDS = 60.0
@@ -99,12 +98,17 @@ def main() -> int:
     }
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    unchecked = min(figures["unchecked_ratio"] for figures in receivers.values())
-    ratio = min(unchecked, receivers["1"]["ratio"])
+    missed = [
+        f"{name} of {number} receivers is {figures[name]:.2f}, at least {LEAST_RATIO}"
+        for number, figures in receivers.items()
+        for name in ("ratio", "unchecked_ratio")
+        if figures[name] < LEAST_RATIO
+    ]
     copies = receivers["8"]["copies_sent"]
-    print(f"one receiver, and all without digests, at {ratio:.2f} of gloo's rate, at least {LEAST_RATIO}")
-    print(f"{copies:.2f} copies for 8 receivers, limit {MOST_COPIES}")
-    return 0 if ratio >= LEAST_RATIO and copies <= MOST_COPIES else 1
+    if copies > MOST_COPIES:
+        missed.append(f"{copies:.2f} copies are sent to 8 receivers, at most {MOST_COPIES}")
+    print("\n".join(f"NOT MET: {line}" for line in missed))
+    return 1 if missed else 0
 
 
 class NoDigest:
