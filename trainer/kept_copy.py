@@ -25,38 +25,48 @@ class WeightCopy:
 
 
 class KeptCopy:
-    """Keeps the newest version. The next one is written into its memory, unless a late joiner reads it, or one asked in
-    vain during the version before. Several threads may use it.
+    """Keeps the newest version. The next one is written into its memory, unless the copy is lent, or somebody wanted to
+    borrow one when there was none. One thread sends versions; other threads may borrow the copy.
     """
 
     def __init__(self) -> None:
-        self.newest: WeightCopy | None = None
-        """None before the first version, and while a version is written into the memory of the one before it."""
         self._lock = threading.Lock()
-        self._wanted = False  # by someone who found none: the next one stays beside the version after it
+        self._newest: WeightCopy | None = None
+        self._wanted = False
         self._lent: list[tuple[torch.Tensor, ...]] = []
+
+    @property
+    def newest(self) -> WeightCopy | None:
+        """None before the first version, and from `take_memory` until the next version is kept."""
+        return self._newest
+
+    def keep(self, copy: WeightCopy) -> None:
+        """Replaces the newest version."""
+        with self._lock:
+            self._newest = copy
 
     def take_memory(self) -> tuple[torch.Tensor, ...]:
         """The buffers of the newest version, which is gone then; none if it stays."""
         with self._lock:
-            copy, is_wanted, self._wanted = self.newest, self._wanted, False
+            copy, is_wanted, self._wanted = self._newest, self._wanted, False
             if copy is None or is_wanted or any(copy.buffers is buffers for buffers in self._lent):
                 return ()
-            self.newest = None
+            self._newest = None
         return copy.buffers
 
     def rename(self, incarnation: int, policy_version: int) -> None:
         """Gives the newest version, if there is one, the number of a version with the same weights."""
-        if self.newest is not None:
-            manifest = replace(self.newest.manifest, incarnation=incarnation, policy_version=policy_version)
-            self.newest = WeightCopy(manifest, self.newest.buffers)
+        copy = self._newest
+        if copy is not None:
+            manifest = replace(copy.manifest, incarnation=incarnation, policy_version=policy_version)
+            self.keep(WeightCopy(manifest, copy.buffers))
 
     def lend(self) -> WeightCopy:
         """The newest version, whose memory is not written to before `give_back`. Raises WeightTransferError if there is
         none.
         """
         with self._lock:
-            copy = self.newest
+            copy = self._newest
             if copy is None:
                 self._wanted = True
                 raise WeightTransferError("a new version is being copied and sent")

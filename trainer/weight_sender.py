@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
@@ -18,8 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tandem.protos.bucket_delta import encode_delta
-from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.errors import EnvironmentLackError, TandemError, WeightTransferError
 from tandem.protos.manifest import (
     ParameterSpec,
@@ -41,6 +40,7 @@ from tandem.protos.weight_group import (
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import Gather
 from tandem.trainer.kept_copy import KeptCopy, WeightCopy
+from tandem.trainer.weight_snapshot import WeightSnapshot, one_bucket, with_differences
 
 if TYPE_CHECKING:
     from tandem.trainer.models.lora import Adapters
@@ -58,20 +58,6 @@ class WeightSource(Protocol):
     def parameter_specs(self) -> Sequence[ParameterSpec]: ...
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSnapshot:
-    """The buckets of one version in host memory, with digests, and perhaps what changed since an older version. Without
-    buckets on ranks other than 0.
-    """
-
-    buckets: Sequence[tuple[BucketSpec, torch.Tensor]] = ()
-    base: tuple[int, int] | None = None
-    """Incarnation and version of the weights that the differences apply to."""
-    differences: Sequence[torch.Tensor | None] = ()
-    """Of each bucket, with its digest; None if the bucket is better sent whole. Empty without a base."""
-    encode_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +172,34 @@ class WeightSender:
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
-        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0.
+        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0, and
+        encodes the differences to the copy.
 
         It takes the memory of the copy, and there is no copy until `broadcast` ends, unless a late joiner reads it or
         asked in vain during the broadcast before.
         """
         if not manifest.buckets:
             return WeightSnapshot()
-        base = self._kept.newest if self._encoding == "delta" else None
+        base = self._base_of_differences
         memory = self._kept.take_memory()
-        into = _shared_memory(manifest.buckets) if base is not None and memory else memory
+        into = one_bucket(manifest.buckets) if base is not None and memory else memory
         filled = self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, into)
-        return WeightSnapshot(tuple(filled)) if base is None else _with_differences(filled, base, memory)
+        return WeightSnapshot(tuple(filled)) if base is None else with_differences(filled, base, memory)
+
+    def begin_snapshot(self, manifest: WeightManifest) -> Callable[[], WeightSnapshot]:
+        """All ranks: as `snapshot`, but another thread of rank 0 may encode: it calls what this returns. Until then the
+        copy stays beside the new one, so the ranks do not wait for the encoder.
+        """
+        base = self._base_of_differences
+        if base is None or not manifest.buckets:
+            snapshot = self.snapshot(manifest)
+            return lambda: snapshot
+        filled = tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm))
+        return partial(with_differences, filled, base, ())
+
+    @property
+    def _base_of_differences(self) -> WeightCopy | None:
+        return self._kept.newest if self._encoding == "delta" else None
 
     def digest(self, algorithm: DigestAlgorithm) -> str:
         """All ranks: gathers the current weights, without sending them. Their digest on rank 0, "" on other ranks."""
@@ -228,12 +230,11 @@ class WeightSender:
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         specs: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
-        device = self._device if on_gpu else _CPU
-        filled: Iterable[tuple[BucketSpec, torch.Tensor]] = (
-            self._filled(manifest.buckets, self._gather, device, manifest.digest_algorithm)
-            if snapshot is None
-            else snapshot.buckets
-        )
+        memory = self._kept.take_memory() if snapshot is None and manifest.buckets else ()
+        filled: Iterable[tuple[BucketSpec, torch.Tensor]] = () if snapshot is None else snapshot.buckets
+        if snapshot is None:
+            device, into = (self._device, ()) if on_gpu else (_CPU, memory)
+            filled = self._filled(manifest.buckets, self._gather, device, manifest.digest_algorithm, into)
         for spec, buffer in filled:
             if self._group is not None and not self.fetched_by_samplers(manifest.backend):
                 try:
@@ -249,12 +250,12 @@ class WeightSender:
             if exported:
                 self._exported.append(buffer)
             specs.append(spec)
-            buffers.append(_in_host_memory(buffer))
+            buffers.append(_in_host_memory(buffer, memory[len(buffers)] if memory else None))
         if self._source.rank != 0:
             return manifest
         sent = replace(manifest, buckets=tuple(specs), base=None)
         if sent.buckets:
-            self._kept.newest = WeightCopy(sent, tuple(buffers))
+            self._kept.keep(WeightCopy(sent, tuple(buffers)))
         else:
             self._kept.rename(sent.incarnation, sent.policy_version)
         if sent.backend == "disk" and sent.buckets:
@@ -356,31 +357,6 @@ class WeightSender:
         return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
 
 
-def _shared_memory(buckets: Sequence[BucketSpec]) -> tuple[torch.Tensor, ...]:
-    """Memory in which each bucket overwrites the one before it."""
-    shared = empty_bucket(max(buckets, key=lambda spec: spec.num_bytes), _CPU)
-    return tuple(shared[: spec.num_bytes + DIGEST_BYTES] for spec in buckets)
-
-
-def _with_differences(
-    filled: Iterable[tuple[BucketSpec, torch.Tensor]], base: WeightCopy, memory: Sequence[torch.Tensor]
-) -> WeightSnapshot:
-    """The snapshot of buckets with their differences to the base. With `memory`, each bucket is copied into the memory
-    of the base's bucket, which is read before.
-    """
-    buckets: list[tuple[BucketSpec, torch.Tensor]] = []
-    differences: list[torch.Tensor | None] = []
-    seconds = 0.0
-    for number, (spec, buffer) in enumerate(filled):
-        started = time.perf_counter()
-        held = base.buffers[number][: spec.num_bytes]
-        delta = encode_delta(spec, held.numpy(), buffer[: spec.num_bytes].numpy())
-        differences.append(None if delta is None else torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]]))
-        buckets.append((spec, memory[number].copy_(buffer) if memory else buffer))
-        seconds += time.perf_counter() - started
-    return WeightSnapshot(buckets, base.version, differences, seconds)
-
-
 def _send_message(group: WeightGroup, message: torch.Tensor, manifest: WeightManifest, timeout_seconds: float) -> None:
     seconds = max(timeout_seconds, 0.001)
     if manifest.encoding == "delta":
@@ -393,8 +369,10 @@ def _with_digest(spec: BucketSpec, buffer: torch.Tensor, algorithm: DigestAlgori
     return replace(spec, digest=fill_bucket(spec, dict(bucket_tensors(spec, buffer)), buffer, algorithm))
 
 
-def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer, or a copy of one on a GPU in pinned memory, which torch uses again once no version holds it."""
+def _in_host_memory(buffer: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+    """The buffer, or a copy of one on a GPU in this memory, or else in new, pinned memory."""
     if buffer.device == _CPU:
         return buffer
-    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True).copy_(buffer)
+    if memory is None:
+        memory = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+    return memory.copy_(buffer)

@@ -99,12 +99,13 @@ def job_bytes(recipe: Recipe) -> int:
 
 def memory_need_bytes(recipe: Recipe, facts: ModelFacts) -> tuple[float, float]:
     """What all engines need on CPUs, and what the trainer needs: its state, the copy of the published weights, and the
-    forward and backward pass of the largest micro-batch. A late sampler that reads a copy while the next version is
-    made adds one more.
+    forward and backward pass of the largest micro-batch. Differences may take nearly as much as a second copy. A late
+    sampler that reads a copy while the next version is made adds one more.
     """
     trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
     stage, by_stage = trainer.resolved_zero_stage, _TRAINING_BYTES[trainer.dtype]
-    training = trainer.num_ranks * (ENGINE_BYTES + _pass_bytes(recipe, facts)) + weights
+    copies_sent = 2 if recipe.weights.encoding == "delta" else 1
+    training = trainer.num_ranks * (ENGINE_BYTES + _pass_bytes(recipe, facts)) + copies_sent * weights
     training += facts.num_critic_parameters * by_stage[3]  # always partitioned
     copies = 1 if stage == 3 else trainer.num_ranks
     if trainer.lora is not None:

@@ -22,7 +22,8 @@ from tandem.services.process import Repeated
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.endpoint import calling_credentials
 from tandem.services.trainer.sampler_link import SamplerLink
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
 

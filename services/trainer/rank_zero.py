@@ -46,7 +46,8 @@ from tandem.trainer.batch.record import prune_records, write_advantages
 from tandem.trainer.batch.rejected import prune_rejected
 from tandem.trainer.checkpoints.state import list_checkpoints
 from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ class RankZero:
             if self._publishing is None or not wait([self._publishing], self._wait_seconds).done:
                 return self._publishing is None
         ended, self._publishing = self._publishing, None
+        self._copying = None  # the snapshot is not needed any more
         ended.result()
         return True
 

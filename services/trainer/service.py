@@ -44,7 +44,8 @@ from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.checkpoints.state import checkpoint_folder
 from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def _chosen(recipe: Recipe, learner: Learner) -> str:
     trainer = recipe.trainer
     backend = f"ZeRO stage {trainer.resolved_zero_stage}" if trainer.backend == "deepspeed" else trainer.backend
     threads = f", threads per rank: {torch.get_num_threads()}" if learner.device.type == "cpu" else ""
-    return f"{backend} in {trainer.dtype} (ranks: {learner.world_size}{threads})"
+    packing = " or ".join(learner.packings)
+    return f"{backend} in {trainer.dtype} (ranks: {learner.world_size}{threads}, packing: {packing})"
 
 
 def load(learner: Learner, found: ResumePoint | None, *, loaded: str = "") -> ResumePoint:
@@ -262,10 +264,11 @@ class Trainer:
             )
             take_snapshot: Callable[[], WeightSnapshot] | None = None
             if weights.sends_snapshots:
-                take_snapshot = partial(self.sender.snapshot, manifest)
-                if not self.learner.gathers_in_threads:  # all ranks take part, or a GPU is busy
-                    snapshot = take_snapshot()
-                    take_snapshot = lambda: snapshot  # noqa: E731
+                take_snapshot = (
+                    partial(self.sender.snapshot, manifest)
+                    if self.learner.gathers_in_threads
+                    else self.sender.begin_snapshot(manifest)  # all ranks take part, or a GPU is busy
+                )
             if self.rank_zero:
                 self.rank_zero.publish(self.sender, manifest, take_snapshot, trained)
             elif take_snapshot is None:

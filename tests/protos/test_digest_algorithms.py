@@ -5,8 +5,8 @@ from __future__ import annotations
 from tandem.protos.manifest import weights_digest
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, equal, error
 from tests.support.memory_store import IN_MEMORY
+from tests.support.weight_pair import CPU, TIMEOUT, Pair, Tensors, equal, error
 
 
 def test_a_late_joiner_checks_the_digests_of_the_run() -> None:

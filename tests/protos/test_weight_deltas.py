@@ -13,9 +13,10 @@ from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import WeightGroup
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
-from tests.protos.test_weight_group import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 from tests.support.memory_store import IN_MEMORY
+from tests.support.weight_pair import CPU, TIMEOUT, Pair, Tensors, connected, equal, error, wait
 
 
 @pytest.fixture

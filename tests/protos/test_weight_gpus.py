@@ -19,7 +19,7 @@ from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.store_source import redis_store
 from tandem.services.commands.doctor import RECORDS, check_backends
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import TIMEOUT, Tensors, equal, wait
+from tests.support.weight_pair import TIMEOUT, Tensors, equal, wait
 
 START_SECONDS = 60.0
 """Until another process has imported torch and CUDA has started in it."""

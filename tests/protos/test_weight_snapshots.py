@@ -10,11 +10,15 @@ import torch
 
 from tandem.protos.errors import WeightTransferError
 from tandem.protos.manifest import encode_manifest
+from tandem.protos.types import BucketSpec, WeightManifest
+from tandem.protos.weight_group import empty_bucket
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.trainer.weight_sender import CopyTransfer, WeightSender, WeightSnapshot
-from tests.protos.test_weight_group import CPU, TIMEOUT, Tensors, equal, wait
+from tandem.trainer import weight_sender, weight_snapshot
+from tandem.trainer.weight_sender import CopyTransfer, WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 from tests.support.memory_store import IN_MEMORY
 from tests.support.waiting import eventually
+from tests.support.weight_pair import CPU, TIMEOUT, Tensors, connected, equal, wait
 
 
 @pytest.fixture
@@ -58,6 +62,16 @@ def test_a_snapshot_takes_the_memory_of_the_version_before(source: Tensors, send
     assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
 
 
+def test_a_version_that_is_sent_as_it_is_gathered_takes_the_memory_of_the_version_before(
+    source: Tensors, sender: WeightSender
+) -> None:
+    first = publish(sender, 0)
+    source.tensors["head"] += 1
+    sender.broadcast(sender.manifest(1, 1, "gloo"), TIMEOUT)
+    assert {buffer.data_ptr() for buffer in sender.copy.buffers} == first
+    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
+
+
 def test_there_is_no_copy_for_late_joiners_while_a_version_replaces_it(sender: WeightSender) -> None:
     publish(sender, 0)
     manifest = sender.manifest(1, 1, "gloo")
@@ -83,34 +97,86 @@ def test_a_copy_that_a_late_joiner_reads_keeps_its_memory(source: Tensors, sende
     eventually(lambda: not sender._kept._lent)
 
 
-def differences(sender: WeightSender, version: int) -> WeightSnapshot:
-    """Publishes a version as the difference to the one before."""
-    manifest = sender.manifest(1, version, "gloo")
-    snapshot = sender.snapshot(manifest)
-    sender.broadcast(replace(manifest, base=snapshot.base), TIMEOUT, snapshot)
-    return snapshot
-
-
-def test_a_snapshot_with_differences_takes_the_memory_of_the_version_that_they_are_to(source: Tensors) -> None:
+@pytest.fixture
+def encoder(source: Tensors) -> Iterator[WeightSender]:
     sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
-    first = differences(sender, 0)
+    yield sender
+    sender.close()
+
+
+def joined(encoder: WeightSender, source: Tensors) -> tuple[StagedReceiver, str]:
+    """A receiver in a group with the sender, and the group's name."""
+    receiver = StagedReceiver(CPU, 0, source.shapes(), frozenset())
+    return receiver, connected(encoder, [receiver])
+
+
+def send(
+    encoder: WeightSender, snapshot: WeightSnapshot, manifest: WeightManifest, receiver: StagedReceiver, group: str
+) -> dict[str, torch.Tensor]:
+    """Sends a snapshot as differences, if it has any, and returns what arrives."""
+    manifest = replace(manifest, base=snapshot.base)
+    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
+    encoder.broadcast(manifest, TIMEOUT, snapshot)
+    assert wait(receiver)["error"] is None
+    return dict(receiver.take())
+
+
+def test_differences_take_the_memory_of_the_version_that_they_are_to_and_one_bucket_more(
+    source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group = joined(encoder, source)
+    manifest = encoder.manifest(1, 0, "gloo")
+    first = encoder.snapshot(manifest)
     assert (first.base, list(first.differences)) == (None, [])
+    send(encoder, first, manifest, receiver, group)
+
+    taken: list[BucketSpec] = []
+    for module in (weight_sender, weight_snapshot):
+        monkeypatch.setattr(
+            module, "empty_bucket", lambda spec, device: taken.append(spec) or empty_bucket(spec, device)
+        )
     source.tensors["head"][3] += 1
-    second = differences(sender, 1)
+    manifest = encoder.manifest(1, 1, "gloo")
+    second = encoder.snapshot(manifest)
+    assert [spec.num_bytes for spec in taken] == [max(spec.num_bytes for spec in manifest.buckets)]
     assert second.base == (1, 0)
     assert addresses(second) == addresses(first)
-    assert any(difference is not None for difference in second.differences)
-    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
+    assert equal(send(encoder, second, manifest, receiver, group), source)
+    assert equal(received(encoder.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
 
 
-def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(source: Tensors) -> None:
-    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
-    first = differences(sender, 0)
+def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(
+    source: Tensors, encoder: WeightSender
+) -> None:
+    receiver, group = joined(encoder, source)
+    manifest = encoder.manifest(1, 0, "gloo")
+    first = encoder.snapshot(manifest)
+    send(encoder, first, manifest, receiver, group)
     before = Tensors()
-    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
+    offer = encoder.start_copy("127.0.0.1", 1, TIMEOUT)
     source.tensors["head"][3] += 1
-    second = differences(sender, 1)
+    manifest = encoder.manifest(1, 1, "gloo")
+    second = encoder.snapshot(manifest)
     assert second.base == (1, 0)
     assert not addresses(second) & addresses(first)
+    assert equal(send(encoder, second, manifest, receiver, group), source)
     assert equal(received(offer, source), before)
-    assert equal(received(sender.start_copy("127.0.0.1", 1, TIMEOUT), source), source)
+
+
+def test_a_snapshot_that_was_begun_is_encoded_when_it_is_asked_for(
+    source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group = joined(encoder, source)
+    manifest = encoder.manifest(1, 0, "gloo")
+    send(encoder, encoder.begin_snapshot(manifest)(), manifest, receiver, group)
+    source.tensors["head"][3] += 1
+    begun = Tensors()
+    begun.tensors["head"][3] += 1
+    manifest = encoder.manifest(1, 1, "gloo")
+    with monkeypatch.context() as patched:
+        patched.setattr(weight_snapshot, "encode_delta", None)
+        take_snapshot = encoder.begin_snapshot(manifest)
+    source.tensors["head"] += 1
+    snapshot = take_snapshot()
+    assert snapshot.base == (1, 0)
+    assert equal(send(encoder, snapshot, manifest, receiver, group), begun)

@@ -19,13 +19,13 @@ from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.trainer.publisher import Publisher
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import Pair, error, wait
 from tests.support.adapter_policy import ALPHA, RANK, AdapterPolicy
 from tests.support.memory_store import IN_MEMORY
 from tests.support.publishing_ring import FakeSampler, PublishingRing
 from tests.support.tiny_model import build_tiny_model
 from tests.support.trainer_ring import make_recipe, make_run
 from tests.support.waiting import eventually
+from tests.support.weight_pair import Pair, error, wait
 
 CPU = torch.device("cpu")
 TIMEOUT = 10.0

@@ -10,8 +10,8 @@ import torch
 from tandem.protos.errors import WeightTransferError
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import CPU, Pair, Tensors, equal, error
 from tests.support.memory_store import IN_MEMORY
+from tests.support.weight_pair import CPU, Pair, Tensors, equal, error
 
 
 @pytest.fixture

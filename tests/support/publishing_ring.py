@@ -24,7 +24,8 @@ from tandem.services.buffer.store_source import redis_store
 from tandem.services.buffer.types import Sampler
 from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 from tests.support.trainer_ring import make_recipe, make_run
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from tandem.protos.errors import ConfigError
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
-from tests.protos.test_weight_group import wait
 from tests.support import learner_rank
 from tests.support.engine_inputs import equal, logprobs_of, make_micro_batches, plain_model, relative_error
 from tests.support.engine_rank import STEPS, Ring
 from tests.support.learner_rank import NUM_BATCHES, WHOLE_BATCH, all_weights
+from tests.support.weight_pair import wait
 from tests.trainer.conftest import Ranks
 
 pytestmark = pytest.mark.timeout(600)  # for every scenario of all ranks together

@@ -27,7 +27,8 @@ from tandem.trainer.batch.prepared import PreparedBatch
 from tandem.trainer.batch.record import recorded_versions
 from tandem.trainer.config import WeightsConfig
 from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender, WeightSnapshot
+from tandem.trainer.weight_sender import WeightSender
+from tandem.trainer.weight_snapshot import WeightSnapshot
 from tests.support.service_wire import ask_info, check_what_it_says, token_of
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_group

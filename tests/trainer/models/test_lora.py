@@ -21,7 +21,6 @@ from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.lora import insert_adapters
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import wait
 from tests.support.adapter_policy import TrainedPolicy
 from tests.support.engine_inputs import (
     equal,
@@ -33,6 +32,7 @@ from tests.support.engine_inputs import (
     save,
     weights_of,
 )
+from tests.support.weight_pair import wait
 from tests.trainer.conftest import Settings, every_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
