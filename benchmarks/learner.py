@@ -1,6 +1,6 @@
 """Compares the learner at each ZeRO stage with a plain torch loop on the same padded rows. Prints and writes JSON.
 
-    python benchmarks/learner.py [--rounds 10] [--output benchmarks/records/learner.json]
+    python benchmarks/learner.py [--rounds 10] [--dtypes float32 bfloat16] [--output benchmarks/records/learner.json]
 
 The plain loop pads the rows and runs forward, cross-entropy of the answers' tokens, backward, clip and fused AdamW; in
 bfloat16 under autocast. The learner trains the same rows as one batch. A batch has the demo's size: 32 prompts of 2 to
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ SIDES: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--side", choices=SIDES, help="Be this side of the comparison.")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "learner.json")
@@ -55,12 +56,13 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="tandem-learner-") as scratch:
         make_model(Path(scratch) / "model", 0)
-        seconds = _measure(Path(scratch) / "model", arguments.rounds)
+        sides = [side for side in SIDES if _dtype(side) in arguments.dtypes]
+        seconds = _measure(Path(scratch) / "model", sides, arguments.rounds)
     ratios = {
         side: statistics.median(a / b for a, b in zip(each, seconds[f"{_dtype(side)} torch"], strict=True))
         for side, each in seconds.items()
     }
-    auto = {dtype: TrainerConfig(dtype=dtype).resolved_zero_stage for dtype in DTYPES}
+    auto = {dtype: TrainerConfig(dtype=dtype).resolved_zero_stage for dtype in arguments.dtypes}
     record = {
         "command": "python benchmarks/learner.py " + " ".join(sys.argv[1:]),
         "cores": os.cpu_count(),
@@ -73,14 +75,14 @@ def main() -> int:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
-    return int(ratios[f"float32 stage {auto['float32']}"] > LIMIT)
+    return int("float32" in auto and ratios[f"float32 stage {auto['float32']}"] > LIMIT)
 
 
 def _dtype(side: str) -> str:
     return side.partition(" ")[0]
 
 
-def _measure(model: Path, rounds: int) -> dict[str, list[float]]:
+def _measure(model: Path, sides: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Seconds of every counted batch by side."""
     command = [sys.executable, __file__, "--model", str(model), "--side"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,10 +90,10 @@ def _measure(model: Path, rounds: int) -> dict[str, list[float]]:
         side: subprocess.Popen(
             [*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        for side in SIDES
+        for side in sides
     }
     try:
-        found: dict[str, list[float]] = {side: [] for side in SIDES}
+        found: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(WARM_UP_ROUNDS + rounds):
             for side, process in processes.items():
                 found[side].append(_ask(process))
