@@ -34,8 +34,12 @@ from tandem.services.run.redis_child import RedisChild  # noqa: E402
 PACKAGES = ("protos", "reward", "rollout", "services", "tandem", "trainer")
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
-ALLOWED = {"run_to_first_batch_seconds": 10.0, "weight_stall_seconds_mean": 0.05, "sampler_alone_ready_seconds": 10.0}
-ALLOWED |= {"help_seconds": 0.3}
+ALLOWED = {
+    "run_to_first_batch_seconds": 10.0,
+    "weight_stall_seconds_mean": 0.05,
+    "sampler_alone_ready_seconds": 10.0,
+    "help_seconds": 0.3,
+}
 HELP_REPEATS = 15
 
 

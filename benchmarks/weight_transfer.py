@@ -8,8 +8,8 @@ digests: `WeightSender` sends the buckets, and each receiver's `StagedReceiver` 
 that by torch.distributed's own broadcast. All three alternate; figures are medians over the rounds, ratios of raw
 seconds / our seconds, `share_of_checks` of what `ours` takes longer than `unchecked`. Bytes that left rank 0 are those
 its sockets had acknowledged (Linux's TCP_INFO). Fails if a `ratio` or an `unchecked_ratio` is below `LEAST_RATIO`, or
-if rank 0 sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets
-takes alone, and `snapshot_seconds` what a snapshot takes with each digest, and without one.
+if rank 0 sends more than `MOST_COPIES` to eight. `digest_seconds` is what a digest of all buckets takes alone, and
+`snapshot_seconds` what a snapshot takes with each digest, and without one.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def main() -> int:
     copies = receivers["8"]["copies_sent"]
     if copies > MOST_COPIES:
         missed.append(f"{copies:.2f} copies are sent to 8 receivers, at most {MOST_COPIES}")
-    print("\n".join(f"NOT MET: {line}" for line in missed))
+    for line in missed:
+        print(f"NOT MET: {line}")
     return 1 if missed else 0
 
 

@@ -74,8 +74,8 @@ class WeightSender:
     A version starts with `manifest`. For `gloo` and `nccl`, a group is opened first (see `prepare` and `connect`), and
     the samplers are told to update while all ranks call `broadcast`. For `disk` and `ipc`, `broadcast` comes first and
     the samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version once every sampler
-    has answered or was left out. For `gloo` and `disk`, all ranks may call `snapshot` first; rank 0 alone then
-    broadcasts the snapshot, while the weights change.
+    has answered or was left out. For `gloo` and `disk`, all ranks may call `snapshot` or `begin_snapshot` first;
+    rank 0 alone then broadcasts the snapshot, while the weights change.
 
     With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
     folder. A sampler with another base, or none, receives the base with the copy.

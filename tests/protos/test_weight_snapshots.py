@@ -131,10 +131,13 @@ def test_differences_take_the_memory_of_the_version_that_they_are_to_and_one_buc
     send(encoder, first, manifest, receiver, group)
 
     taken: list[BucketSpec] = []
+
+    def noted(spec: BucketSpec, device: torch.device) -> torch.Tensor:
+        taken.append(spec)
+        return empty_bucket(spec, device)
+
     for module in (weight_sender, weight_snapshot):
-        monkeypatch.setattr(
-            module, "empty_bucket", lambda spec, device: taken.append(spec) or empty_bucket(spec, device)
-        )
+        monkeypatch.setattr(module, "empty_bucket", noted)
     source.tensors["head"][3] += 1
     manifest = encoder.manifest(1, 1, "gloo")
     second = encoder.snapshot(manifest)
