@@ -159,7 +159,7 @@ def _round(python: Path, recipe: Recipe, number: int, name: str) -> dict[str, Fi
     found = {}
     for side in SIDES if number % 2 == 0 else SIDES[::-1]:
         shutil.rmtree(recipe.folder, ignore_errors=True)
-        run = _run_trl(python, recipe) if side == "trl" else _run_tandem(recipe)
+        run = run_trl(python, recipe) if side == "trl" else _run_tandem(recipe)
         found[side] = _figures(recipe, *run)
         shown = "  ".join(f"{key} {value if value is None else f'{value:.4g}'}" for key, value in found[side].items())
         print(f"{name} round {number + 1} {side:6}  {shown}", flush=True)
@@ -175,7 +175,7 @@ class Step:
     prompt_tokens: float
 
 
-def _run_trl(python: Path, recipe: Recipe) -> tuple[list[Step], list[Sample]]:
+def run_trl(python: Path, recipe: Recipe) -> tuple[list[Step], list[Sample]]:
     settings = recipe.folder.with_name("settings.json")
     settings.write_text(json.dumps(asdict(trl_settings(recipe))))
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}

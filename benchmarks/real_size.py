@@ -6,8 +6,12 @@
 `--small` has a model of 1.6 M parameters, to try the benchmark itself; estimates of its memory are too coarse to hold.
 KEY=VALUE changes the recipe. The record has the seconds of every phase of every batch, bytes and stall of every weight
 update, and the largest proportional set size (PSS) of each process in samples a second apart, beside what the check
-before a run estimates. The exit code is 1 if the run ends early, if a service was restarted, or if the memory of the
-sampler or the trainer differs from its estimate by more than a fifth.
+before a run estimates. Before that, a run at S = 0 with shorter answers, as many in flight, measures rates, from which
+`tandem plan`'s simulation predicts how long the first batch is sampled, before there is anything to train, and how long
+a later batch takes.
+
+The exit code is 1 if the run ends early, if a service was restarted, or if the memory of the sampler or the trainer or
+one of the two predictions is off by more than a fifth.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +35,13 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.process_usage import peak_memory, peaks, run_measured  # noqa: E402
+from benchmarks.process_usage import Sample, peak_memory, peaks, run_measured  # noqa: E402
 from tandem.services.config import Recipe, load_recipe  # noqa: E402
+from tandem.services.planning.calibration import LEAST_BATCHES, WARM_UP_BATCHES, Measured, measure, setting_of  # noqa: E402
+from tandem.services.planning.simulation import GroupSize, Ring  # noqa: E402
 from tandem.services.run.estimates import memory_need_bytes  # noqa: E402
 from tandem.services.run.model_check import check_model  # noqa: E402
+from tandem.services.trainer.notes import read_notes  # noqa: E402
 
 QWEN_0_5B = {
     "vocab_size": 151_936,
@@ -47,7 +57,9 @@ SMALL = QWEN_0_5B | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size"
 SMALL |= {"num_attention_heads": 2}
 MOST_ERROR = 0.2
 DEADLINE_SECONDS = 7200.0
-PROMPTS, PROMPT_TOKENS = 8, 16
+PROMPTS, PROMPT_TOKENS, ANSWERS, ANSWER_TOKENS = 8, 16, 4, 128
+CALIBRATION_TOKENS = range(4, 45)
+"""Lengths of answers in the run that measures rates. A batch of the mean length takes about a minute."""
 SAMPLER, TRAINER = ("rollout", "VLLM::EngineCore"), ("trainer",)
 UPDATE = ("weight_bytes", "weight_transfer_seconds", "weight_stall_seconds", "samplers_acknowledged")
 
@@ -60,7 +72,9 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="tandem-real-size-") as scratch:
         recipe = _prepare(Path(scratch), SMALL if arguments.small else QWEN_0_5B, arguments.batches, overrides)
+        rates = _calibrated(recipe, overrides)
         record = {"command": "python benchmarks/real_size.py " + " ".join(sys.argv[1:]), **_run(recipe, overrides)}
+        record["plan"] = _compared(rates, recipe, record["batches"])
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     missed = list(faults(record, arguments.batches))
     print("\n".join([f"written to {arguments.output}", *(f"NOT MET: {line}" for line in missed)]))
@@ -77,13 +91,50 @@ def faults(record: Mapping[str, Any], batches: int) -> Iterator[str]:
         error = memory["peak_mib"] / memory["estimated_mib"] - 1.0
         if abs(error) > MOST_ERROR:
             yield f"memory of the {service}: {error:+.0%} beside its estimate"
+    for name, seconds in record["plan"].items():
+        error = seconds["measured"] / seconds["predicted"] - 1.0
+        if abs(error) > MOST_ERROR:
+            yield f"{name}: {error:+.0%} beside the prediction"
+
+
+def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> Measured:
+    """The rates of a run whose batches differ in their tokens."""
+    folder = recipe.folder.with_name("calibration")
+    own = {
+        "run.folder": folder,
+        "run.total_batches": WARM_UP_BATCHES + LEAST_BATCHES,
+        "run.staleness_budget": 0,
+        "data.train_file": recipe.folder.with_name("calibration.parquet"),
+    }
+    _measured_run(recipe, [*overrides, *(f"{key}={value}" for key, value in own.items())])
+    return measure(folder)
+
+
+def _compared(rates: Measured, recipe: Recipe, batches: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    setting = replace(setting_of(recipe), processors=rates.processors)
+    group = GroupSize(PROMPT_TOKENS, (ANSWER_TOKENS,) * ANSWERS)
+    simulated = Ring(setting, rates.rates, [group]).run(len(batches))
+    leases = [notes.leases for notes in read_notes(recipe.folder, 1).values()]
+    sampled = max(one["generated"].since for one in leases) - min(one["prompts"].since for one in leases)
+    later = statistics.mean(batch["seconds_total"] for batch in batches[1:])
+    return {
+        "seconds_sampling_the_first_batch": _pair(sampled, simulated[0].idle_seconds),
+        "seconds_of_later_batches": _pair(later, statistics.mean(batch.seconds for batch in simulated[1:])),
+    }
+
+
+def _pair(measured: float, predicted: float) -> dict[str, float]:
+    return {"measured": round(measured, 2), "predicted": round(predicted, 2)}
+
+
+def _measured_run(recipe: Recipe, overrides: Sequence[str]) -> list[Sample]:
+    command = [sys.executable, "-m", "tandem.services.cli", "run", str(recipe.folder.with_name("recipe.toml"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""}
+    return run_measured([*command, *overrides], environment, recipe.folder.with_name("log"), DEADLINE_SECONDS)
 
 
 def _run(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tandem.services.cli", "run", str(recipe.folder.with_name("recipe.toml"))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""}
-    log = recipe.folder.with_name("log")
-    samples = run_measured([*command, *overrides], environment, log, DEADLINE_SECONDS)
+    samples = _measured_run(recipe, overrides)
     lines = _lines(recipe.folder / "metrics.jsonl")
     facts = check_model(recipe)
     assert facts is not None, "the model's folder is local"
@@ -128,19 +179,26 @@ def _prepare(folder: Path, shape: Mapping[str, float], batches: int, overrides: 
     )
     if made.returncode:
         raise SystemExit(f"the model could not be made:\n{made.stderr[-2000:]}")
+    dice = random.Random(0)
+    _write_prompts(folder / "train.parquet", [ANSWER_TOKENS] * 100)
+    _write_prompts(folder / "calibration.parquet", [dice.choice(CALIBRATION_TOKENS) for _ in range(100)])
+    (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
+    return load_recipe(folder / "recipe.toml", overrides)
+
+
+def _write_prompts(file: Path, lengths: Sequence[int]) -> None:
+    """Writes prompts whose answers have at most these lengths, which is how long they are."""
     rows = [
         {
             "data_source": "tandem/real_size",
             "prompt": [{"role": "user", "content": f"{index:08d}".ljust(PROMPT_TOKENS, "x")}],
             "ability": "none",
             "reward_model": {"style": "rule", "ground_truth": "x"},
-            "extra_info": {"index": index},
+            "extra_info": {"index": index, "max_response_tokens": length},
         }
-        for index in range(100)
+        for index, length in enumerate(lengths)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
-    return load_recipe(folder / "recipe.toml", overrides)
+    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 _BUILD = """
@@ -174,8 +232,8 @@ path = "{{folder}}/model"
 train_file = "{{folder}}/train.parquet"
 max_prompt_tokens = {PROMPT_TOKENS}
 [rollout]
-samples_per_prompt = 4
-max_response_tokens = 128
+samples_per_prompt = {ANSWERS}
+max_response_tokens = {ANSWER_TOKENS}
 max_groups_in_flight = {PROMPTS}
 [reward]
 scorer = "repetition"

@@ -80,25 +80,28 @@ def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) 
 def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Checks that this machine has the devices, the addresses and the memory for all services of the run."""
     check_backend(recipe)
-    check_threads(recipe, "trainer", "rollout")
+    rollout = recipe.rollout
+    check_threads(recipe, "trainer", recipe.trainer.num_ranks)
+    check_threads(recipe, "rollout", rollout.num_replicas * rollout.tensor_parallel_size)
     check_network(recipe)
     check_ports(recipe)
     check_memory(recipe, facts)
 
 
-def check_threads(recipe: Recipe, *services: str) -> None:
-    """Checks that this machine has a core for each thread of a trainer's rank and of a sampler's worker. A run that has
-    begun keeps its numbers.
+def check_threads(recipe: Recipe, service: str, num_workers: int) -> None:
+    """Checks that this machine has a core for each thread of the trainer's ranks or of the samplers' workers that run
+    here. A number of 1 fits everywhere, and several workers on GPUs do not share cores. A run that has begun keeps its
+    number.
     """
-    cores, config = num_cores(), recipe.folder / CONFIG_FILE
-    for service in services:
-        number = getattr(recipe, service).num_threads
-        if number == "auto" or number <= cores:
-            continue
-        has_begun = config.is_file() and step_taken(recipe.folder)
-        if not has_begun or getattr(load_resolved(config), service).num_threads != number:
-            fault = f"{service}.num_threads is {number} and this machine has {cores} cores"
-            raise ConfigError(f'{fault}: lower it, or set it to "auto"')
+    number, cores, config = getattr(recipe, service).num_threads, num_cores(), recipe.folder / CONFIG_FILE
+    num_workers = 1 if gpu_ids() else num_workers
+    if number in ("auto", 1) or number * num_workers <= cores:
+        return
+    has_begun = config.is_file() and step_taken(recipe.folder)
+    if not has_begun or getattr(load_resolved(config), service).num_threads != number:
+        each = f" for each of {num_workers} workers," if num_workers > 1 else ""
+        fault = f"{service}.num_threads is {number}{each} and this machine has {cores} cores"
+        raise ConfigError(f'{fault}: lower it, or set it to "auto"')
 
 
 def check_files(recipe: Recipe) -> None:
@@ -118,12 +121,12 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
         training_backends.check_backend(recipe.trainer)
         check_models(recipe)
         check_backend(recipe, {"trainer.num_ranks": recipe.trainer.num_ranks})
-        check_threads(recipe, service)
+        check_threads(recipe, service, recipe.trainer.num_ranks)
     elif service == "rollout":
         find_engine(recipe.rollout.engine).check(recipe.rollout)
         check_model(recipe)
         check_backend(recipe, {"rollout.tensor_parallel_size": recipe.rollout.tensor_parallel_size})
-        check_threads(recipe, service)
+        check_threads(recipe, service, recipe.rollout.tensor_parallel_size)
     elif service == "feed":
         check_dataset(recipe)
         check_model(recipe)

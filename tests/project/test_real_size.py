@@ -9,14 +9,15 @@ import pytest
 from benchmarks.real_size import faults
 
 
-def record(peak_mib: int = 1000, restarts: int = 0, batches: int = 3) -> dict[str, Any]:
+def record(peak_mib: int = 1000, restarts: int = 0, batches: int = 3, seconds: float = 50.0) -> dict[str, Any]:
     memory = {"trainer": {"peak_mib": peak_mib, "estimated_mib": 1000}}
-    return {"batches": [{}] * batches, "restarts": restarts, "memory": memory}
+    plan = {"seconds_of_later_batches": {"measured": seconds, "predicted": 50.0}}
+    return {"batches": [{}] * batches, "restarts": restarts, "memory": memory, "plan": plan}
 
 
-@pytest.mark.parametrize("peak_mib", [801, 1000, 1199])
-def test_a_whole_run_near_its_estimate_has_no_fault(peak_mib: int) -> None:
-    assert list(faults(record(peak_mib), 3)) == []
+@pytest.mark.parametrize(("peak_mib", "seconds"), [(801, 59.0), (1000, 50.0), (1199, 41.0)])
+def test_a_whole_run_near_its_estimates_has_no_fault(peak_mib: int, seconds: float) -> None:
+    assert list(faults(record(peak_mib, seconds=seconds), 3)) == []
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ def test_a_whole_run_near_its_estimate_has_no_fault(peak_mib: int) -> None:
     [
         (record(peak_mib=1210), "memory of the trainer: +21% beside its estimate"),
         (record(peak_mib=790), "memory of the trainer: -21% beside its estimate"),
+        (record(seconds=61.0), "seconds_of_later_batches: +22% beside the prediction"),
         (record(restarts=2), "2 services were restarted"),
         (record(batches=1), "1 of 3 batches were trained"),
     ],

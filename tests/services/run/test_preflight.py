@@ -29,7 +29,14 @@ from tandem.services.run import estimates, model_check, preflight
 from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_added_samplers, check_disk, check_memory, check_recipe, check_service
+from tandem.services.run.preflight import (
+    check_added_samplers,
+    check_disk,
+    check_memory,
+    check_recipe,
+    check_service,
+    check_threads,
+)
 from tests.support.run_inputs import CONFIG, Values, recipe_of, write_dataset, write_model, write_safetensors
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -270,6 +277,24 @@ def test_more_threads_than_cores_are_refused_before_the_run_begins(values: Value
     with pytest.raises(ConfigError, match=says):
         check_service(recipe, table, 0)
     check_service(recipe, "reward", 0)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [("trainer", "num_ranks"), ("rollout", "num_replicas"), ("rollout", "tensor_parallel_size")],
+)
+def test_threads_of_several_workers_are_counted_together(
+    values: Values, table: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    recipe = recipe_of(values, **{table: {"num_threads": 3, key: 2}})
+    says = f"{table}.num_threads is 3 for each of 2 workers, and this machine has 5 cores"
+    refused(ConfigError, recipe, says)
+    for fits in ({"num_threads": 2, key: 2}, {"num_threads": 1, key: 6}):
+        recipe = recipe_of(values, **{table: fits})
+        check_threads(recipe, table, getattr(getattr(recipe, table), key))
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
+    check_threads(recipe_of(values, **{table: {"num_threads": 3, key: 2}}), table, 2)
 
 
 @pytest.mark.parametrize("table", ["trainer", "rollout"])
