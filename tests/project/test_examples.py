@@ -97,10 +97,29 @@ def keys_of(table: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, A
         yield from keys_of(value, inner) if isinstance(value, dict) else [(path, key, value)]
 
 
+def differs_in_its_algorithm_alone(file: Path) -> bool:
+    """Whether a recipe is gsm8k.toml with another advantage, loss and schedule of steps: nothing but the trainer's
+    rank sees a difference, and a run of it starts the same services with the same work.
+    """
+    own = tomllib.loads(file.read_text())
+    sizes = {"run_id", "groups_per_batch", "staleness_budget", "samples_per_prompt", "max_groups_in_flight"}
+    sections = {"trainer", "trainer.advantage", "trainer.loss", "trainer.selection"}
+    return "base" in own and all(
+        path in sections or (path in ("run", "rollout") and key in sizes) or key == "base"
+        for path, key, _ in keys_of(own)
+    )
+
+
 def lookup(table: Any, path: list[str]) -> Any:
     for key in path:
         table = table.get(key) if isinstance(table, dict) else None
     return table
+
+
+def test_recipes_that_change_more_than_the_algorithm_are_told_apart() -> None:
+    apart = {file.stem for file in BASED_RECIPES if not differs_in_its_algorithm_alone(file)}
+    assert apart >= {"gsm8k", "grpo", "cispo", "dapo", "gdpo", "lora", "ppo", "remax", "rloo", "search", "turn_grpo"}
+    assert apart.isdisjoint({"gspo", "dro", "opo", "m2po", "gpg"})
 
 
 def test_every_algorithm_has_a_recipe() -> None:
