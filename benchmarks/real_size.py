@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.process_usage import Sample, peak_memory, peaks, run_measured  # noqa: E402
 from tandem.services.config import Recipe, load_recipe  # noqa: E402
-from tandem.services.planning.calibration import LEAST_BATCHES, WARM_UP_BATCHES, Measured, measure, setting_of  # noqa: E402
+from tandem.services.planning import calibration  # noqa: E402
 from tandem.services.planning.simulation import GroupSize, Ring  # noqa: E402
 from tandem.services.run.estimates import memory_need_bytes  # noqa: E402
 from tandem.services.run.model_check import check_model  # noqa: E402
@@ -97,21 +97,21 @@ def faults(record: Mapping[str, Any], batches: int) -> Iterator[str]:
             yield f"{name}: {error:+.0%} beside the prediction"
 
 
-def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> Measured:
+def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> calibration.Measured:
     """The rates of a run whose batches differ in their tokens."""
     folder = recipe.folder.with_name("calibration")
     own = {
         "run.folder": folder,
-        "run.total_batches": WARM_UP_BATCHES + LEAST_BATCHES,
+        "run.total_batches": calibration.WARM_UP_BATCHES + calibration.LEAST_BATCHES,
         "run.staleness_budget": 0,
         "data.train_file": recipe.folder.with_name("calibration.parquet"),
     }
     _measured_run(recipe, [*overrides, *(f"{key}={value}" for key, value in own.items())])
-    return measure(folder)
+    return calibration.measure(folder)
 
 
-def _compared(rates: Measured, recipe: Recipe, batches: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    setting = replace(setting_of(recipe), processors=rates.processors)
+def _compared(rates: calibration.Measured, recipe: Recipe, batches: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
     group = GroupSize(PROMPT_TOKENS, (ANSWER_TOKENS,) * ANSWERS)
     simulated = Ring(setting, rates.rates, [group]).run(len(batches))
     leases = [notes.leases for notes in read_notes(recipe.folder, 1).values()]

@@ -35,7 +35,6 @@ from tandem.services.run.preflight import (
     check_memory,
     check_recipe,
     check_service,
-    check_threads,
 )
 from tests.support.run_inputs import CONFIG, Values, recipe_of, write_dataset, write_model, write_safetensors
 
@@ -265,50 +264,6 @@ def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(EnvironmentLackError, match="the disk is full"):
         check_disk(recipe_of(values), None)
-
-
-@pytest.mark.parametrize("table", ["trainer", "rollout"])
-def test_more_threads_than_cores_are_refused_before_the_run_begins(values: Values, table: str) -> None:
-    cores = len(os.sched_getaffinity(0))
-    check_recipe(recipe_of(values, **{table: {"num_threads": cores}}), resume=False)
-    recipe = recipe_of(values, **{table: {"num_threads": cores + 1}})
-    says = f"{table}.num_threads is {cores + 1} and this machine has {cores} cores"
-    refused(ConfigError, recipe, says)
-    with pytest.raises(ConfigError, match=says):
-        check_service(recipe, table, 0)
-    check_service(recipe, "reward", 0)
-
-
-@pytest.mark.parametrize(
-    ("table", "key"),
-    [("trainer", "num_ranks"), ("rollout", "num_replicas"), ("rollout", "tensor_parallel_size")],
-)
-def test_threads_of_several_workers_are_counted_together(
-    values: Values, table: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
-    recipe = recipe_of(values, **{table: {"num_threads": 3, key: 2}})
-    says = f"{table}.num_threads is 3 for each of 2 workers, and this machine has 5 cores"
-    refused(ConfigError, recipe, says)
-    for fits in ({"num_threads": 2, key: 2}, {"num_threads": 1, key: 6}):
-        recipe = recipe_of(values, **{table: fits})
-        check_threads(recipe, table, getattr(getattr(recipe, table), key))
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
-    check_threads(recipe_of(values, **{table: {"num_threads": 3, key: 2}}), table, 2)
-
-
-@pytest.mark.parametrize("table", ["trainer", "rollout"])
-def test_a_run_keeps_its_threads_on_a_machine_with_fewer_cores_and_gets_no_others(values: Values, table: str) -> None:
-    cores = len(os.sched_getaffinity(0))
-    begun = recipe_of(values, **{table: {"num_threads": cores + 1}})
-    begun.folder.mkdir(parents=True)
-    (begun.folder / "config.json").write_text(dump_recipe(begun))
-    with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 1}"):
-        check_service(begun, table, 0)
-    (begun.folder / "batches" / "000001").mkdir(parents=True)
-    check_service(begun, table, 0)
-    with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 2}"):
-        check_service(recipe_of(values, **{table: {"num_threads": cores + 2}}), table, 0)
 
 
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
