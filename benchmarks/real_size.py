@@ -66,14 +66,17 @@ UPDATE = ("weight_bytes", "weight_transfer_seconds", "weight_stall_seconds", "sa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=3, help="At least 2.")
     parser.add_argument("--small", action="store_true", help="Use a model of 1.6 M parameters.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "real_size.json")
     arguments, overrides = parser.parse_known_args()
+    if arguments.batches < 2:
+        parser.error("--batches: the predictions need two batches")
     with tempfile.TemporaryDirectory(prefix="tandem-real-size-") as scratch:
         recipe = _prepare(Path(scratch), SMALL if arguments.small else QWEN_0_5B, arguments.batches, overrides)
         rates = _calibrated(recipe, overrides)
-        record = {"command": "python benchmarks/real_size.py " + " ".join(sys.argv[1:]), **_run(recipe, overrides)}
+        command = " ".join(["python benchmarks/real_size.py", *sys.argv[1:]])
+        record = {"command": command, **_run(recipe, overrides)}
         record["plan"] = _compared(rates, recipe, record["batches"])
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     missed = list(faults(record, arguments.batches))
@@ -91,6 +94,8 @@ def faults(record: Mapping[str, Any], batches: int) -> Iterator[str]:
         error = memory["peak_mib"] / memory["estimated_mib"] - 1.0
         if abs(error) > MOST_ERROR:
             yield f"memory of the {service}: {error:+.0%} beside its estimate"
+    if not record["plan"]:
+        yield "nothing can be compared with the predictions"
     for name, seconds in record["plan"].items():
         error = seconds["measured"] / seconds["predicted"] - 1.0
         if abs(error) > MOST_ERROR:
@@ -111,10 +116,13 @@ def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> calibration.Measure
 
 
 def _compared(rates: calibration.Measured, recipe: Recipe, batches: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
-    group = GroupSize(PROMPT_TOKENS, (ANSWER_TOKENS,) * ANSWERS)
-    simulated = Ring(setting, rates.rates, [group]).run(len(batches))
+    """Seconds as measured and as predicted; nothing after a run that ended early."""
     leases = [notes.leases for notes in read_notes(recipe.folder, 1).values()]
+    if len(batches) < 2 or not leases:
+        return {}
+    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
+    group = GroupSize(PROMPT_TOKENS, (recipe.rollout.max_response_tokens,) * recipe.rollout.samples_per_prompt)
+    simulated = Ring(setting, rates.rates, [group]).run(len(batches))
     sampled = max(one["generated"].since for one in leases) - min(one["prompts"].since for one in leases)
     later = statistics.mean(batch["seconds_total"] for batch in batches[1:])
     return {
@@ -180,14 +188,14 @@ def _prepare(folder: Path, shape: Mapping[str, float], batches: int, overrides: 
     if made.returncode:
         raise SystemExit(f"the model could not be made:\n{made.stderr[-2000:]}")
     dice = random.Random(0)
-    _write_prompts(folder / "train.parquet", [ANSWER_TOKENS] * 100)
+    _write_prompts(folder / "train.parquet", [None] * 100)
     _write_prompts(folder / "calibration.parquet", [dice.choice(CALIBRATION_TOKENS) for _ in range(100)])
     (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
     return load_recipe(folder / "recipe.toml", overrides)
 
 
-def _write_prompts(file: Path, lengths: Sequence[int]) -> None:
-    """Writes prompts whose answers have at most these lengths, which is how long they are."""
+def _write_prompts(file: Path, lengths: Sequence[int | None]) -> None:
+    """Writes prompts, with the longest answer to each: the model does not end one earlier."""
     rows = [
         {
             "data_source": "tandem/real_size",

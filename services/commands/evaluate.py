@@ -54,7 +54,7 @@ def evaluate_recipe(recipe: Recipe, output: Path | None = None) -> int:
         )
     find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
     check_model(recipe)
-    check_threads(recipe, "rollout", recipe.rollout.tensor_parallel_size)
+    check_threads(recipe, "rollout", recipe.rollout.num_replicas * recipe.rollout.tensor_parallel_size)
     check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)

@@ -92,14 +92,14 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
 
 
 def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:
-    """The number of threads that `auto` stands for, of each of so many processes on this machine: OMP_NUM_THREADS if it
-    is set, but not more than there are cores, else an equal share of the cores. The trainer and the samplers share them
-    all: one of the two often waits. Training a narrow model gets one thread; a `hidden_size` of 0 is unknown.
+    """The number of threads that `auto` stands for, of each of so many processes on this machine: an equal share of the
+    cores, or OMP_NUM_THREADS if it is set and less. The trainer and the samplers share them all: one of the two often
+    waits. Training a narrow model gets one thread unless the variable is set; a `hidden_size` of 0 is unknown.
     """
-    given, cores = os.environ.get("OMP_NUM_THREADS", ""), num_cores()
+    given, share = os.environ.get("OMP_NUM_THREADS", ""), max(1, num_cores() // max(1, num_workers))
     if given.isdigit() and int(given):
-        return min(int(given), cores)
-    return 1 if 0 < hidden_size < NARROW else max(1, cores // max(1, num_workers))
+        return min(int(given), share)
+    return 1 if 0 < hidden_size < NARROW else share
 
 
 def num_cores() -> int:

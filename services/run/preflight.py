@@ -89,9 +89,9 @@ def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 
 def check_threads(recipe: Recipe, service: str, num_workers: int) -> None:
-    """Checks that this machine has a core for each thread of the trainer's ranks or of the samplers' workers that run
-    here. A number of 1 fits everywhere, and several workers on GPUs do not share cores. A run that has begun keeps its
-    number.
+    """Checks that this machine has a core for each thread of the trainer's ranks, or of the samplers' workers, that
+    start here. One thread each is always accepted. Workers on GPUs hardly compute on cores, so each is compared alone.
+    A run that has begun keeps its number.
     """
     number, cores, config = getattr(recipe, service).num_threads, num_cores(), recipe.folder / CONFIG_FILE
     num_workers = 1 if gpu_ids() else num_workers

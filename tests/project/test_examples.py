@@ -34,6 +34,17 @@ SECTIONS = ["run", "model", "data", "rollout", "environment", "reward"]
 SECTIONS += ["trainer", "trainer.advantage", "trainer.loss"]
 MORE_SECTIONS = ["trainer.kl.reward", "trainer.kl.loss", "trainer.critic", "trainer.lora", "trainer.selection"]
 MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
+WITHOUT_CLIP = ("reinforce", "sapo", "dro", "kl_cov")
+"""Losses that clip nothing."""
+ALGORITHM_KEYS = {
+    "": {"base"},
+    "run": {"run_id", "groups_per_batch"},
+    "rollout": {"samples_per_prompt", "max_groups_in_flight"},
+    "trainer": {"learning_rate", "schedule", "warmup_batches", "adam_betas", "gradient_clip", "aggregation"}
+    | {"correction", "optimizer_steps_per_batch"},
+    "trainer.selection": {"drop_zero_variance"},
+}
+"""Beside advantage and loss, the keys that a recipe with another algorithm alone may have, by section."""
 
 
 def write_gsm8k(folder: Path) -> None:
@@ -98,14 +109,12 @@ def keys_of(table: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, A
 
 
 def differs_in_its_algorithm_alone(file: Path) -> bool:
-    """Whether a recipe is gsm8k.toml with another advantage, loss and schedule of steps: nothing but the trainer's
-    rank sees a difference, and a run of it starts the same services with the same work.
+    """Whether a recipe is gsm8k.toml with another advantage, loss and optimizer, and other sizes of a batch. A run of
+    it starts the same services for the same work.
     """
     own = tomllib.loads(file.read_text())
-    sizes = {"run_id", "groups_per_batch", "staleness_budget", "samples_per_prompt", "max_groups_in_flight"}
-    sections = {"trainer", "trainer.advantage", "trainer.loss", "trainer.selection"}
     return "base" in own and all(
-        path in sections or (path in ("run", "rollout") and key in sizes) or key == "base"
+        path in ("trainer.advantage", "trainer.loss") or key in ALGORITHM_KEYS.get(path, ())
         for path, key, _ in keys_of(own)
     )
 
@@ -119,7 +128,8 @@ def lookup(table: Any, path: list[str]) -> Any:
 def test_recipes_that_change_more_than_the_algorithm_are_told_apart() -> None:
     apart = {file.stem for file in BASED_RECIPES if not differs_in_its_algorithm_alone(file)}
     assert apart >= {"gsm8k", "grpo", "cispo", "dapo", "gdpo", "lora", "ppo", "remax", "rloo", "search", "turn_grpo"}
-    assert apart.isdisjoint({"gspo", "dro", "opo", "m2po", "gpg"})
+    assert apart >= {"opo", "m2po"}, "they have another run.staleness_budget"
+    assert apart.isdisjoint({"gspo", "dro", "gpg", "pkpo"})
 
 
 def test_every_algorithm_has_a_recipe() -> None:

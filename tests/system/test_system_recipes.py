@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from tandem.services.config import Recipe, load_recipe
 from tandem.services.data.arithmetic import EVALUATION_ROWS
 from tandem.services.data.tiny_model import build_tiny_model
-from tests.project.test_examples import BASED_RECIPES, differs_in_its_algorithm_alone, prepare, write_gsm8k
+from tests.project.test_examples import (
+    BASED_RECIPES,
+    WITHOUT_CLIP,
+    differs_in_its_algorithm_alone,
+    prepare,
+    write_gsm8k,
+)
 from tests.support.paths import ROOT
 from tests.support.processes import run_python, run_tandem
 from tests.support.tiny_model import TOOL_TEMPLATE
@@ -35,7 +41,7 @@ FIGURES: dict[str, Callable[[Recipe], bool]] = {
     "reference_kl": lambda recipe: recipe.trainer.kl.loss is not None,
     "value_loss": lambda recipe: recipe.trainer.needs_critic,
     "baseline_reward_mean": lambda recipe: recipe.trainer.needs_baselines,
-    "clipped_fraction": lambda recipe: recipe.trainer.loss.name not in ("reinforce", "sapo", "dro", "kl_cov"),
+    "clipped_fraction": lambda recipe: recipe.trainer.loss.name not in WITHOUT_CLIP,
 }
 """Figures of a batch that trains the policy, and the recipes that have them; other recipes must not."""
 

@@ -84,6 +84,7 @@ def test_bad_input_is_found_before_anything_is_started(values: dict[str, Any], m
         ({"model": {"path": "models/gone"}}, ModelError, "models/gone: no such folder"),
         ({"reward": {"scorer": "exakt"}}, ScorerError, "did you mean exact"),
         ({"rollout": {"num_threads": 4096}}, ConfigError, "rollout.num_threads is 4096 and this machine has"),
+        ({"rollout": {"num_threads": 2, "num_replicas": 4096}}, ConfigError, "is 2 for each of 4096 workers"),
         ({"environment": {"path": "missing.py:A"}}, ConfigError, r"environment\.path: missing\.py:A.* is no file"),
         ({"eval": {"sets": [{"name": "aime", "file": file, "scorer": "exakt"}]}}, ScorerError, "set aime: .*exact"),
         ({"eval": {"sets": [{"name": "x", "file": file, "scorer": "mine.py:f"}]}}, ScorerError, "set x: .*import path"),

@@ -29,13 +29,7 @@ from tandem.services.run import estimates, model_check, preflight
 from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import (
-    check_added_samplers,
-    check_disk,
-    check_memory,
-    check_recipe,
-    check_service,
-)
+from tandem.services.run.preflight import check_added_samplers, check_disk, check_memory, check_recipe, check_service
 from tests.support.run_inputs import CONFIG, Values, recipe_of, write_dataset, write_model, write_safetensors
 
 pytestmark = pytest.mark.usefixtures("plain_machine")

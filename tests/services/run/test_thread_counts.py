@@ -10,6 +10,7 @@ from tandem.protos.errors import ConfigError
 from tandem.services.config import dump_recipe
 from tandem.services.run import preflight
 from tandem.services.run.preflight import check_recipe, check_service, check_threads
+from tandem.services.run.resume import with_automatic_values
 from tests.support.run_inputs import Values, recipe_of
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -40,6 +41,9 @@ def test_threads_of_several_workers_are_counted_together(
     says = f"{table}.num_threads is 3 for each of 2 workers, and this machine has 5 cores"
     with pytest.raises(ConfigError, match=says):
         check_recipe(recipe, resume=False)
+    if key != "num_replicas":  # a service that is started by itself is one sampler
+        with pytest.raises(ConfigError, match=says):
+            check_service(recipe, table, 0)
     for fits in ({"num_threads": 2, key: 2}, {"num_threads": 1, key: 6}):
         recipe = recipe_of(values, **{table: fits})
         check_threads(recipe, table, getattr(getattr(recipe, table), key))
@@ -59,3 +63,14 @@ def test_a_run_keeps_its_threads_on_a_machine_with_fewer_cores_and_gets_no_other
     check_service(begun, table, 0)
     with pytest.raises(ConfigError, match=f"{table}.num_threads is {cores + 2}"):
         check_service(recipe_of(values, **{table: {"num_threads": cores + 2}}), table, 0)
+
+
+@pytest.mark.parametrize("number", ["2", "8"])
+def test_what_auto_stands_for_is_never_refused(values: Values, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    monkeypatch.setenv("OMP_NUM_THREADS", number)
+    recipe = recipe_of(values, trainer={"num_ranks": 2}, rollout={"num_replicas": 4})
+    chosen = with_automatic_values(recipe, resume=False)
+    assert (chosen.trainer.num_threads, chosen.rollout.num_threads) == (1, 1)
+    check_threads(chosen, "trainer", 2)
+    check_threads(chosen, "rollout", 4)
