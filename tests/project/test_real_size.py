@@ -26,6 +26,7 @@ def test_a_whole_run_near_its_estimates_has_no_fault(peak_mib: int, seconds: flo
         (record(peak_mib=1210), "memory of the trainer: +21% beside its estimate"),
         (record(peak_mib=790), "memory of the trainer: -21% beside its estimate"),
         (record(seconds=61.0), "seconds_of_later_batches: +22% beside the prediction"),
+        ({**record(), "plan": {}}, "nothing can be compared with the predictions"),
         (record(restarts=2), "2 services were restarted"),
         (record(batches=1), "1 of 3 batches were trained"),
     ],
