@@ -35,7 +35,7 @@ def stopped(tmp_path: Path) -> Callable[[int], tuple[list[str], str]]:
         processes.add([ChildSpec("trainer", (sys.executable, "-c", SAVES), log)])
 
         def poll() -> None:
-            if "ready" in log.read_text():
+            if log.read_text().endswith("ready\n"):  # the first line names the program, with its "ready"
                 for _ in range(num_requests):
                     processes.request_stop()
 
