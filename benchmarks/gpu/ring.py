@@ -45,7 +45,7 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
                 "max_response_tokens": 16,
                 "kv_cache_bytes": KV_CACHE_BYTES,
             },
-            "reward": {"scorer": f"{ROOT}/tests/support/whole_run.py:digit_share"},
+            "reward": {"scorer": f"{ROOT}/tests/support/scorers.py:digit_share"},
             "trainer": {"learning_rate": 1e-3, "dtype": "bfloat16" if on_gpu else "float32"},
             "weights": {"backend": "ipc" if on_gpu else "gloo"},
         }

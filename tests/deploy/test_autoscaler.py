@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tandem.services.commands.find_controller import controller_of
-from tandem.services.commands.status import ask_controller
 from tests.support.whole_run import WholeRun, processes_of
 
 pytestmark = pytest.mark.system
@@ -31,12 +29,6 @@ def starving_run(folder: Path, mode: str) -> WholeRun:
 def decisions(run: WholeRun) -> list[dict[str, Any]]:
     file = run.folder / "decisions.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def status(run: WholeRun) -> Any:
-    place = controller_of(run.folder)
-    assert place is not None
-    return ask_controller(place)
 
 
 def said(run: WholeRun) -> str:
@@ -62,7 +54,7 @@ def test_a_starved_trainer_gets_a_sampler_and_orders_survive(tmp_path: Path) -> 
     ]
     assert "the trainer waits for scored groups" in changes[0]["reason"]
     assert "autoscaler: rollout 1 -> 2: " + changes[0]["reason"] in said(run)
-    assert changes[0]["reason"] in [one.reason for one in status(run).decisions]
+    assert changes[0]["reason"] in [one.reason for one in run.status().decisions]
     assert "autoscaler" in ordered(run, "status", folder)
     ordered(run, "stop", folder)
     assert supervisor.wait(30) == 130, said(run)[-3000:] + run.logs()
@@ -71,26 +63,26 @@ def test_a_starved_trainer_gets_a_sampler_and_orders_survive(tmp_path: Path) -> 
     supervisor = run.start("run", str(run.recipe), "autoscale.mode=off", "--resume")  # the recipe says one sampler
     run.wait_for(lambda: len(run.metrics()) > before, supervisor)
     run.wait_for(lambda: run.last_batch().get("samplers_acknowledged") == 2, supervisor)
-    assert dict(status(run).desired_replicas) == {"rollout": 2}
+    assert dict(run.status().desired_replicas) == {"rollout": 2}
 
     assert "the trainer waits once it has trained what is scored" in ordered(run, "pause", folder)
-    first = next(one for one in status(run).services if one.name == "rollout-0")
+    first = next(one for one in run.status().services if one.name == "rollout-0")
     os.kill(first.pid, signal.SIGKILL)
 
     def restarted() -> bool:
-        one = next(one for one in status(run).services if one.name == "rollout-0")
+        one = next(one for one in run.status().services if one.name == "rollout-0")
         return one.pid not in (0, first.pid) and one.state == "running" and one.policy_version >= 0
 
     run.wait_for(restarted, supervisor)
-    run.wait_for(lambda: "waits for scored groups" in status(run).services[-1].activity, supervisor)
+    run.wait_for(lambda: "waits for scored groups" in run.status().services[-1].activity, supervisor)
     waits_at = len(run.metrics())
-    assert all(one.paused for one in status(run).services if one.kind == "rollout")
+    assert all(one.paused for one in run.status().services if one.kind == "rollout")
     assert "resumed: rollout-0, rollout-1" in ordered(run, "resume", folder)
     run.wait_for(lambda: len(run.metrics()) > waits_at + 1, supervisor)
 
     ordered(run, "drain", folder, "rollout-0")
     run.wait_for(lambda: "rollout-0 has left the run" in said(run), supervisor)
-    assert [one.name for one in status(run).services if one.kind == "rollout"] == ["rollout-1"]
+    assert [one.name for one in run.status().services if one.kind == "rollout"] == ["rollout-1"]
     at = len(run.metrics())
     run.wait_for(lambda: len(run.metrics()) > at + 1, supervisor)
     supervisor.send_signal(signal.SIGINT)
@@ -108,7 +100,7 @@ def test_a_dry_run_of_the_autoscaler_only_explains(tmp_path: Path) -> None:
     assert change["dry_run"] and "autoscaler: would order rollout 1 -> 2: " in said(run)
     at = len(run.metrics())
     run.wait_for(lambda: len(run.metrics()) > at + 3, supervisor)
-    shown = status(run)
+    shown = run.status()
     assert dict(shown.desired_replicas) == {"rollout": 1} and "joins the run" not in said(run)
     assert [one.name for one in shown.services if one.kind == "rollout"] == ["rollout-0"]
     supervisor.send_signal(signal.SIGINT)

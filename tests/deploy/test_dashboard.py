@@ -27,7 +27,7 @@ from tests.support.programs import needed
 from tests.support.redis_ring import new_run
 from tests.support.training_groups import make_group
 from tests.support.waiting import eventually
-from tests.support.whole_run import WholeRun, kill_tree
+from tests.support.whole_run import UNHURRIED, WholeRun, kill_tree
 
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 _PHONE = {"width": 390, "height": 844}
@@ -107,7 +107,7 @@ class Server:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
     needed("chromium")
     rollout = {"engine": "transformers", "max_response_tokens": 64}
-    run = WholeRun(tmp_path_factory.mktemp("shown"), run={"total_batches": 100_000}, rollout=rollout)
+    run = WholeRun(tmp_path_factory.mktemp("shown"), run={"total_batches": 100_000}, rollout=rollout, reward=UNHURRIED)
     supervisor = run.start("run", str(run.recipe))
     try:
         run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)

@@ -7,14 +7,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tandem.services.commands.find_controller import controller_of
-from tandem.services.commands.status import ask_controller
-from tests.support.whole_run import WholeRun, processes_of, service_process
+from tests.support.whole_run import UNHURRIED, WholeRun, processes_of, service_process
 
 pytestmark = pytest.mark.system
 
@@ -28,6 +26,7 @@ def run(tmp_path: Path) -> Iterator[WholeRun]:
         tmp_path,
         run={"total_batches": 100_000},
         rollout={"engine": "transformers", "max_response_tokens": 32, "max_groups_in_flight": 4},
+        reward=UNHURRIED,
         trainer={"checkpoint_every": 20, "num_ranks": 2},
     )
     yield made
@@ -39,16 +38,10 @@ def said(run: WholeRun) -> str:
     return (run.scratch / "run.out").read_text()
 
 
-def status(run: WholeRun) -> Any:
-    place = controller_of(run.folder)
-    assert place is not None
-    return ask_controller(place)
-
-
 def samplers(run: WholeRun) -> list[str]:
     """The states of those that the supervisor knows; none while it starts."""
     running = controller_of(run.folder) is not None
-    return [one.state for one in status(run).services if one.kind == "rollout"] if running else []
+    return [one.state for one in run.status().services if one.kind == "rollout"] if running else []
 
 
 def scale(run: WholeRun, replicas: int) -> None:
@@ -66,10 +59,10 @@ def check_that_samplers_outlive_a_rank(run: WholeRun, supervisor: subprocess.Pop
     """Kills one of two ranks. The samplers work until all credits are out, and the ranks go on from the checkpoint."""
 
     def pids() -> set[int]:
-        return {one.pid for one in status(run).services if one.kind == "rollout"}
+        return {one.pid for one in run.status().services if one.kind == "rollout"}
 
     def all_credits_are_scored() -> bool:
-        counts = status(run).counts
+        counts = run.status().counts
         unscored = (f"{stage}_{state}" for stage in ("prompts", "generated") for state in ("waiting", "leased"))
         return counts["outstanding"] >= CREDITS and not any(counts[state] for state in unscored)
 
@@ -98,18 +91,18 @@ def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once
     assert psutil.wait_procs(below, timeout=10)[1] == []
     supervisor = run.start("run", str(run.recipe), "--resume")
     wait_for_samplers(run, supervisor, 4)
-    assert dict(status(run).desired_replicas) == {"rollout": 4}, "the recipe says one"
+    assert dict(run.status().desired_replicas) == {"rollout": 4}, "the recipe says one"
     scale(run, 2)
     wait_for_samplers(run, supervisor, 2)
 
     check_that_samplers_outlive_a_rank(run, supervisor)
     scale(run, 0)
-    run.wait_for(lambda: any("no sampler is alive" in line for line in status(run).warnings), supervisor)
-    run.wait_for(lambda: "waits for scored groups" in status(run).services[-1].activity, supervisor)
+    run.wait_for(lambda: any("no sampler is alive" in line for line in run.status().warnings), supervisor)
+    run.wait_for(lambda: "waits for scored groups" in run.status().services[-1].activity, supervisor)
     waits_at = run.last_batch()["step"]
     scale(run, 1)
     run.wait_for(lambda: run.last_batch()["step"] > waits_at + 1, supervisor)
-    assert not any("no sampler is alive" in line for line in status(run).warnings)
+    assert not any("no sampler is alive" in line for line in run.status().warnings)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(30) == 130, said(run)[-3000:] + run.logs()
 

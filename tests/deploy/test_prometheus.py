@@ -23,7 +23,7 @@ from tandem.services.metrics.names import METRICS
 from tandem.services.process import dying_with_parent
 from tests.support.paths import ROOT
 from tests.support.programs import needed
-from tests.support.whole_run import WholeRun
+from tests.support.whole_run import UNHURRIED, WholeRun
 
 FOLDER = ROOT / "deploy" / "prometheus"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
@@ -141,7 +141,7 @@ def test_prometheus_scrapes_a_run_and_every_expression_can_be_evaluated(tmp_path
         run=options,
         rollout={"engine": "transformers", "stop": tuple(ascii_letters)},
         environment={"path": "tests.support.environments:Echo", "max_turns": 2, "service": True},
-        reward={"scorer": "earned"},
+        reward=UNHURRIED,
     )
     supervisor = run.start("run", str(run.recipe))
     try:

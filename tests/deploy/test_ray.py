@@ -27,7 +27,7 @@ from tests.support.processes import MARK, carriers
 from tests.support.programs import needed_package
 from tests.support.strangers import listening_ports
 from tests.support.waiting import eventually
-from tests.support.whole_run import WholeRun, processes_of
+from tests.support.whole_run import UNHURRIED, WholeRun, processes_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -59,12 +59,8 @@ class RayRun(WholeRun):
         return (self.scratch / "run.out").read_text()
 
     def pids(self) -> dict[str, int]:
-        """Pids of the services by name."""
-        status = self.tandem("status", str(self.folder), deadline=60).stdout
-        return {
-            name: int(pid)
-            for name, pid in re.findall(r"(feed|reward|trainer|rollout-\d|environments-\d)\s+running\s+(\d+)", status)
-        }
+        """Pids of the services that run, by name."""
+        return {one.name: one.pid for one in self.status().services if one.state == "running"}
 
     def opened(self, service: str) -> float:
         """How many environments a service has opened."""
@@ -133,8 +129,8 @@ def test_a_cluster_that_cannot_be_used_is_named(tmp_path: Path, address: str, to
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RayRun:
-    rollout, reward = {"stop": tuple(ascii_letters)}, {"scorer": "earned"}
-    return RayRun(tmp_path_factory.mktemp("ray"), rollout=rollout, environment=ECHO, reward=reward)
+    rollout = {"stop": tuple(ascii_letters)}
+    return RayRun(tmp_path_factory.mktemp("ray"), rollout=rollout, environment=ECHO, reward=UNHURRIED)
 
 
 @pytest.fixture(scope="module")

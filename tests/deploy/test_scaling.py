@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tandem.services.run.folder import CONFIG_FILE
-from tests.support.whole_run import WholeRun, processes_of
+from tests.support.whole_run import UNHURRIED, WholeRun, processes_of
 
 pytestmark = pytest.mark.system
 
 
 @pytest.mark.timeout(300)
 def test_a_sampler_joins_a_running_run_and_leaves_it(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, run={"total_batches": 100_000})
+    run = WholeRun(tmp_path, run={"total_batches": 100_000}, reward=UNHURRIED)
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: len(run.metrics()) >= 1, supervisor)
     asked_at, began = len(run.metrics()), time.monotonic()

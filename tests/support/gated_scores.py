@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
-from tests.support.whole_run import digit_share
+from tests.support.scorers import digit_share
 
 
 class Gate:

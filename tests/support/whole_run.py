@@ -16,10 +16,12 @@ from typing import Any
 
 import psutil
 
-from examples import gsm8k_components, gsm8k_reward
+from tandem.protos import control_pb2
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import UnavailableError
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
+from tandem.services.commands.find_controller import controller_of
+from tandem.services.commands.status import ask_controller
 from tandem.services.data.arithmetic import write_task
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
@@ -28,7 +30,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_tandem
 
 RUN_DEADLINE_SECONDS = 300.0
-UNHURRIED = {"scorer": f"{ROOT}/tests/support/whole_run.py:unhurried_digit_share"}
+UNHURRIED = {"scorer": f"{ROOT}/tests/support/scorers.py:unhurried_digit_share"}
 """The reward of a run that goes on beside a test: it leaves the processors to the processes that the test waits for."""
 
 
@@ -51,7 +53,7 @@ class WholeRun:
                 "kv_cache_bytes": 64 << 20,
                 "max_groups_in_flight": 20,
             },
-            "reward": {"scorer": f"{ROOT}/tests/support/whole_run.py:digit_share"},
+            "reward": {"scorer": f"{ROOT}/tests/support/scorers.py:digit_share"},
             "trainer": {"learning_rate": 1e-3, "checkpoint_every": 4},
         }
         for section, changes in sections.items():
@@ -114,6 +116,12 @@ class WholeRun:
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(json.loads(done.stdout))
 
+    def status(self) -> control_pb2.StatusReply:
+        """What the controller of the running run tells."""
+        place = controller_of(self.folder)
+        assert place is not None
+        return ask_controller(place)
+
     def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 120.0) -> None:
         end = time.monotonic() + deadline
         fault: UnavailableError | None = None
@@ -127,33 +135,6 @@ class WholeRun:
                 said = (self.scratch / "run.out").read_text()[-3000:] + self.logs()
                 raise AssertionError(f"waited too long or ended early with {process.poll()}: {said}") from fault
             time.sleep(0.1)
-
-
-def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """A reward with some variance in every group, even for an untrained model."""
-    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-
-
-def unhurried_digit_share(**item: Any) -> float:
-    """As `digit_share`, and waits a little."""
-    time.sleep(0.05)
-    return digit_share(**item)
-
-
-def compute_score(**item: Any) -> float:
-    """GSM8K's shipped reward plus the share of letters, so that rewards differ though no answer is right."""
-    return gsm8k_reward.compute_score(**item) + _share_of_letters(item["solution_str"])
-
-
-def components(**item: Any) -> dict[str, float]:
-    """As `compute_score`, for the reward of several components."""
-    found = gsm8k_components.compute_score(**item)
-    share = _share_of_letters(item["solution_str"])
-    return {"score": found["score"] + share, "right": found["right"], "format": found["format"] + share}
-
-
-def _share_of_letters(text: str) -> float:
-    return sum(character.isalpha() for character in text) / max(1, len(text))
 
 
 def processes_of(run: WholeRun) -> list[psutil.Process]:

@@ -145,7 +145,7 @@ def stand_in(recipe: Recipe) -> list[str]:
         scorer = f"{ROOT}/{recipe.reward.scorer}"
         return [*small, f'reward.scorer="{scorer}"', "trainer.selection.drop_zero_variance=false"]
     function = "components" if trainer.needs_components else "compute_score"
-    scorer = f"{ROOT}/tests/support/whole_run.py:{function}"
+    scorer = f"{ROOT}/tests/support/scorers.py:{function}"
     return [*small, f'reward.scorer="{scorer}"', "data.eval_file="]
 
 
