@@ -43,7 +43,7 @@ containers() {
 clean() {
     local code=$?
     if [ $code -ne 0 ]; then compose logs --tail 30 2>&1 | tail -n 150 || true; fi
-    containers | xargs --no-run-if-empty "$ENGINE" rm --force --time 10 >"$scratch/rm.log" 2>&1 ||  # also scaled ones
+    containers | xargs --no-run-if-empty "$ENGINE" rm --force --time 0 >"$scratch/rm.log" 2>&1 ||  # also scaled ones
         cat "$scratch/rm.log"  # `down` removes the rest
     compose down --volumes --timeout 20 >"$scratch/down.log" 2>&1 || cat "$scratch/down.log"
     rm -rf "$scratch"

@@ -111,6 +111,10 @@ class Connection:
         self._lock = threading.Lock()
         self._away_since: float | None = None
         """Monotonic time since when Redis has been away, once the log says so."""
+        self._fault_at_stop = ""
+        """What ended the first call after `stop`. Later ones end with it at once: a service makes several as it stops,
+        and an attempt may take seconds where the host of Redis is gone, too.
+        """
         self.name = name
         self.place = _without_secrets(redis_url)
         self.prefix = f"{space.prefix}:{{{name}}}:"
@@ -179,6 +183,8 @@ class Connection:
         began = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
         while True:
+            if self._fault_at_stop:
+                raise UnavailableError(self._fault_at_stop)
             try:
                 answer = call()
             except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
@@ -200,7 +206,9 @@ class Connection:
             if self._stop.is_set():
                 patience = min(patience, _STOPPING_SECONDS)
             if time.monotonic() + pause > began + patience:
-                raise UnavailableError(f"Redis at {self.place} {fault}; {remedy}, or name another one")
+                told = f"Redis at {self.place} {fault}; {remedy}, or name another one"
+                self._fault_at_stop = told if self._stop.is_set() else ""
+                raise UnavailableError(told)
             self._note_outage(began, fault)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

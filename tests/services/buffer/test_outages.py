@@ -216,6 +216,19 @@ def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(
         starting.result(20)
 
 
+def test_a_service_that_stops_in_an_outage_waits_once_for_all_its_calls(server: EmbeddedRedis) -> None:
+    stop = threading.Event()
+    buffer = patient(ring.new_run(server.url), server.url, stop)
+    server.stop()
+    stop.set()
+    with pytest.raises(UnavailableError, match="cannot be reached") as first:
+        buffer.counts()
+    attempts: list[None] = []
+    with pytest.raises(UnavailableError, match="cannot be reached") as second:
+        buffer.connection.retried(lambda: attempts.append(None))
+    assert attempts == [] and str(second.value) == str(first.value)
+
+
 def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, lock, begun = ring.new_run(redis_url), CountingLock(), []
     original, is_over = connection.Connection.run, threading.Event()
