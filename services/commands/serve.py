@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tandem.services.command_line import full_disk_named
 
 if TYPE_CHECKING:
-    from tandem.services.buffer.buffer import Buffer
     from tandem.services.config import Recipe
 
 Service = Literal["feed", "rollout", "environments", "reward", "trainer", "controller"]
@@ -101,7 +100,7 @@ def _free_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Serv
     from tandem.services.run.replica import free_replica_number
 
     with redis_required():
-        return stack.enter_context(free_replica_number(_buffer(stack, recipe, redis_url), service))
+        return stack.enter_context(free_replica_number(redis_url, recipe.run.run_id, service))
 
 
 def _hold_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Service, replica: int) -> None:
@@ -109,15 +108,7 @@ def _hold_number(stack: ExitStack, recipe: Recipe, redis_url: str, service: Serv
     from tandem.services.run.replica import given_replica_number
 
     with redis_required():
-        stack.enter_context(given_replica_number(_buffer(stack, recipe, redis_url), service, replica))
-
-
-def _buffer(stack: ExitStack, recipe: Recipe, redis_url: str) -> Buffer:
-    from tandem.services.buffer.buffer import Buffer
-    from tandem.services.run.preflight import REDIS_SECONDS
-
-    buffer = Buffer(redis_url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)
-    return stack.enter_context(closing(buffer))
+        stack.enter_context(given_replica_number(redis_url, recipe.run.run_id, service, replica))
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:

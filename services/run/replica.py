@@ -12,9 +12,10 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import cast
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 6.0
 _RENEWAL_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_REDIS_SECONDS = 2.0
 
 
 def replica_name(service: str, number: int) -> str:
@@ -36,35 +38,45 @@ def replica_name(service: str, number: int) -> str:
 
 
 @contextmanager
-def free_replica_number(buffer: Buffer, service: str) -> Iterator[int]:
+def free_replica_number(redis_url: str, run_id: str, service: str) -> Iterator[int]:
     """Holds the smallest free number of the service until the block is left. Ends the process if another one holds the
     number in the meantime, because this one could not renew it. Raises UnavailableError if Redis is unreachable.
     """
-    holder = _this_process()
-    number = _take(buffer, service, holder)
-    with _held(buffer, replica_name(service, number), holder):
-        yield number
+    holder, leaves = _this_process(), threading.Event()
+    with _connected(redis_url, run_id, leaves) as buffer:
+        number = _take(buffer, service, holder)
+        with _held(buffer, replica_name(service, number), holder, leaves):
+            yield number
 
 
 @contextmanager
-def given_replica_number(buffer: Buffer, service: str, number: int) -> Iterator[None]:
+def given_replica_number(redis_url: str, run_id: str, service: str, number: int) -> Iterator[None]:
     """Holds a number that a launcher gave until the block is left, from the start on: the launcher knows that the
     process that had it before has ended. Ends the process and raises as `free_replica_number`.
     """
-    name, holder = replica_name(service, number), _this_process()
-    redis, lease_ms = buffer.connection.redis, milliseconds(LEASE_SECONDS)
-    buffer.connection.retried(lambda: redis.set(_key(buffer, name), holder, px=lease_ms))
-    with _held(buffer, name, holder):
-        yield
+    name, holder, leaves = replica_name(service, number), _this_process(), threading.Event()
+    with _connected(redis_url, run_id, leaves) as buffer:
+        redis, lease_ms = buffer.connection.redis, milliseconds(LEASE_SECONDS)
+        buffer.connection.retried(lambda: redis.set(_key(buffer, name), holder, px=lease_ms))
+        with _held(buffer, name, holder, leaves):
+            yield
+
+
+def _connected(redis_url: str, run_id: str, leaves: threading.Event) -> closing[Buffer]:
+    return closing(Buffer(redis_url, run_id, connect_timeout_seconds=_REDIS_SECONDS, stop=leaves))
 
 
 @contextmanager
-def _held(buffer: Buffer, name: str, holder: str) -> Iterator[None]:
+def _held(buffer: Buffer, name: str, holder: str, leaves: threading.Event) -> Iterator[None]:
+    """Renews the lease until the block is left, and then gives it back, unless Redis is away: then it expires."""
     try:
         with Repeated(f"number-{name}", _RENEWAL_SECONDS, lambda: _renew(buffer, name, holder)):
-            yield
+            try:
+                yield
+            finally:
+                leaves.set()
     finally:
-        with suppress(TandemError):  # then the lease expires
+        with suppress(TandemError):
             if _holder(buffer, name) == holder:
                 buffer.connection.retried(lambda: buffer.connection.redis.delete(_key(buffer, name)))
 
