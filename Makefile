@@ -5,6 +5,8 @@ SHELL := /bin/bash
 ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
+# A worker gets whole files, the longest first (tests/conftest.py): their fixtures are runs, which start slowly.
+FILES := -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: help setup demo demo-agent test test-system test-deploy chaos check protos docs lock
 .PHONY: bench bench-startup bench-reward bench-sampler bench-fleet bench-trl bench-size gpu-proof staleness
@@ -27,11 +29,11 @@ test: setup  ## unit, property and service tests
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow and not deploy" --durations=10 $(ARGS)
 
 test-system: setup  ## whole runs with real processes: recipes, replays, kills
-	@$(BIN)/pytest -n 2 --dist worksteal -m "(system or slow) and not deploy" --durations=10 $(ARGS) || \
+	@$(BIN)/pytest $(FILES) -m "(system or slow) and not deploy" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
 test-deploy: setup  ## compose, Ray, Helm, several hosts, dashboard, metrics, scaling, security
-	@$(BIN)/pytest -n 2 --dist worksteal -m deploy --durations=10 $(ARGS)
+	@$(BIN)/pytest $(FILES) -m deploy --durations=10 $(ARGS)
 
 chaos: setup  ## 200 random faults over a run of the demo's model: 35 minutes (writes JSON; ARGS="--faults 20")
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)

@@ -76,6 +76,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: torch is imported only if a gpu test is really about to run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _put_longest_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -84,3 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+
+
+def _put_longest_files_first(items: list[pytest.Item]) -> None:
+    """By the longest time-out in a file, so that no worker is left with a long test at the end."""
+    longest: dict[Path, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0), mark.args[0] if mark else 0)
+    items.sort(key=lambda item: -longest[item.path])

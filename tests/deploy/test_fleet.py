@@ -76,7 +76,7 @@ def check_that_samplers_outlive_a_rank(run: WholeRun, supervisor: subprocess.Pop
     assert pids() == before and any(line.get("replayed") for line in run.metrics())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_samplers_come_and_go_through_faults_and_the_run_trains_every_group_once(run: WholeRun) -> None:
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
