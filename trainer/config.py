@@ -54,8 +54,8 @@ class TrainerConfig(AlgorithmConfig):
     num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Threads of each rank on CPUs. With `auto`, `tandem run` divides the machine's cores by the ranks; samplers may
     use the same cores, because threads that wait sleep. A model with a hidden size below 256 gets one thread. Sums
-    depend on the number, so a run keeps the one that it began with. A trainer started by itself has one thread with
-    `auto`.
+    depend on the number, so a run keeps the one that it began with, and says so on a machine with fewer cores. A
+    trainer started by itself has one thread with `auto`.
     """
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """DeepSpeed's ZeRO stage. `auto` is 3 with several ranks or an offload; with one rank, which has nothing to

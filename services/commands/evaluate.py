@@ -26,8 +26,10 @@ from tandem.services.run.folder import CONFIG_FILE, RunLock, cannot_write, write
 from tandem.services.run.json_files import EVALUATIONS_FILE, GENERATIONS_FOLDER, METRICS_FILE, JsonLines
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
-from tandem.services.run.preflight import check_ports, check_reward, check_threads
+from tandem.services.run.placement import workers_of
+from tandem.services.run.preflight import check_ports, check_reward
 from tandem.services.run.redis_child import RedisChild
+from tandem.services.run.threads import check_threads
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_set, wait_for_endpoints
 from tandem.services.trainer.generations import EvaluationSet, SetResult
 from tandem.trainer.batch.record import BATCHES_FOLDER
@@ -54,7 +56,7 @@ def evaluate_recipe(recipe: Recipe, output: Path | None = None) -> int:
         )
     find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
     check_model(recipe)
-    check_threads(recipe, "rollout", recipe.rollout.num_replicas * recipe.rollout.tensor_parallel_size)
+    check_threads(recipe, "rollout", workers_of(recipe)["rollout"])
     check_network(recipe)
     check_ports(recipe)
     check_reward(recipe)

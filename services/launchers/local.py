@@ -63,6 +63,7 @@ class LocalLauncher:
         for service, number in replicas.items():
             self._replicas[service] = [f"{service}-{index}" for index in range(number)]
             recipe = _with_replicas(recipe, service, number)
+        self._tell_of_shared_cores(recipe)
         return self._specs_of(recipe)
 
     def check(self, service: str, replicas: int) -> None:
@@ -74,6 +75,8 @@ class LocalLauncher:
         kept = self._replicas[service][:replicas]
         taken = {*kept, *self._others(service)}
         free = (name for index in count() if (name := f"{service}-{index}") not in taken)
+        if service == SAMPLERS and replicas > len(kept):
+            self._tell_of_shared_cores(_with_replicas(self._recipe, service, replicas))
         self._want(service, sorted([*kept, *islice(free, replicas - len(kept))], key=number_of))
 
     def drain(self, sampler: str) -> None:
@@ -84,6 +87,10 @@ class LocalLauncher:
 
     def request_stop(self) -> None:
         self._processes.request_stop()
+
+    def _tell_of_shared_cores(self, recipe: Recipe) -> None:
+        for line in self._machines.shared_cores(recipe):
+            self._processes.report(line)
 
     def _want(self, service: str, names: list[str]) -> None:
         number = max((number_of(name) for name in names), default=-1) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tandem.services.config import Recipe
@@ -10,6 +10,7 @@ from tandem.services.launchers.children import Child, ChildSpec, LocalChild
 from tandem.services.run.model_check import ModelFacts
 from tandem.services.run.placement import place
 from tandem.services.run.preflight import check_added_samplers, check_machine
+from tandem.services.run.threads import shared_cores
 
 
 class Machines(Protocol):
@@ -26,6 +27,9 @@ class Machines(Protocol):
 
     def check_added(self, recipe: Recipe, service: str, added: int) -> None:
         """Raises UserError if there is no room for `added` replicas more of the service; `recipe` counts them in."""
+
+    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
+        """What to tell if threads of the trainer, or of the samplers, share cores."""
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         """Environment variables that assign GPUs or cores to the service `name`."""
@@ -49,6 +53,9 @@ class ThisMachine:
     def check_added(self, recipe: Recipe, service: str, added: int) -> None:
         if service == "rollout":  # nobody knows what environments need
             check_added_samplers(recipe, added)
+
+    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
+        return shared_cores(recipe)
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         return place(recipe, name)

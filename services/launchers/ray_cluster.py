@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import ray
@@ -26,6 +26,7 @@ from tandem.services.run.folder import external_redis_url, write_text
 from tandem.services.run.model_check import ModelFacts
 from tandem.services.run.placement import CPU_ENVIRONMENT, place
 from tandem.services.run.preflight import check_machine
+from tandem.services.run.threads import shared_cores
 
 _LOOK_SECONDS = 60.0
 _ROOM_SECONDS = 60.0
@@ -99,6 +100,9 @@ class RayCluster:
         bundle = bundle_of(recipe, service, has_gpus=self._has_gpus)
         if lack := lack_of_room({f"{service}-{index}": bundle for index in range(added)}, _free()):
             raise EnvironmentLackError(lack)
+
+    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
+        return () if self._elsewhere else shared_cores(recipe)
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         carried = {key: value for key, value in child_environment().items() if key.startswith(_CARRIED)}

@@ -102,6 +102,12 @@ def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:
     return 1 if 0 < hidden_size < NARROW else share
 
 
+def workers_of(recipe: Recipe) -> Mapping[str, int]:
+    """How many processes compute for the trainer, and for all samplers."""
+    rollout = recipe.rollout
+    return {"trainer": recipe.trainer.num_ranks, "rollout": rollout.num_replicas * rollout.tensor_parallel_size}
+
+
 def num_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -113,10 +119,8 @@ def starts_after(recipe: Recipe, name: str) -> str:
     Imports take ten seconds of processor time. With too few cores a simultaneous start would delay the first batch, so
     the first sampler starts before the others.
     """
-    rollout = recipe.rollout
-    num_busy = recipe.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
     service, replica = _split(name)
-    first_alone = service == "rollout" and replica > 0 and num_cores() < num_busy
+    first_alone = service == "rollout" and replica > 0 and num_cores() < sum(workers_of(recipe).values())
     return "rollout-0" if first_alone else ""
 
 

@@ -19,7 +19,7 @@ from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
 from tandem.services.addresses import is_loopback
 from tandem.services.command_line import print_error
-from tandem.services.config import Recipe, load_resolved
+from tandem.services.config import Recipe
 from tandem.services.config.recipe import JobsConfig
 from tandem.services.metrics.ports import port_offset
 from tandem.services.run.endpoint import check_network
@@ -42,8 +42,9 @@ from tandem.services.run.model_check import (
     check_prompts,
     is_hub_name,
 )
-from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, num_cores
+from tandem.services.run.placement import free_memory_bytes, gpu_ids, gpus_wanted, workers_of
 from tandem.services.run.resume import check_resumable
+from tandem.services.run.threads import check_threads
 from tandem.trainer.backend import registry as training_backends
 from tandem.trainer.batch.record import recorded_versions
 
@@ -80,28 +81,11 @@ def check_recipe(recipe: Recipe, *, resume: bool, on_this_machine: bool = True) 
 def check_machine(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Checks that this machine has the devices, the addresses and the memory for all services of the run."""
     check_backend(recipe)
-    rollout = recipe.rollout
-    check_threads(recipe, "trainer", recipe.trainer.num_ranks)
-    check_threads(recipe, "rollout", rollout.num_replicas * rollout.tensor_parallel_size)
+    for service, num_workers in workers_of(recipe).items():
+        check_threads(recipe, service, num_workers)
     check_network(recipe)
     check_ports(recipe)
     check_memory(recipe, facts)
-
-
-def check_threads(recipe: Recipe, service: str, num_workers: int) -> None:
-    """Checks that this machine has a core for each thread of the trainer's ranks, or of the samplers' workers, that
-    start here. One thread each is always accepted. Workers on GPUs hardly compute on cores, so each is compared alone.
-    A run that has begun keeps its number.
-    """
-    number, cores, config = getattr(recipe, service).num_threads, num_cores(), recipe.folder / CONFIG_FILE
-    num_workers = 1 if gpu_ids() else num_workers
-    if number in ("auto", 1) or number * num_workers <= cores:
-        return
-    has_begun = config.is_file() and step_taken(recipe.folder)
-    if not has_begun or getattr(load_resolved(config), service).num_threads != number:
-        each = f" for each of {num_workers} workers," if num_workers > 1 else ""
-        fault = f"{service}.num_threads is {number}{each} and this machine has {cores} cores"
-        raise ConfigError(f'{fault}: lower it, or set it to "auto"')
 
 
 def check_files(recipe: Recipe) -> None:

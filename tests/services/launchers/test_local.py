@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -49,3 +50,21 @@ def test_environment_services_get_the_numbers_that_those_started_by_hand_do_not_
         f"environments-{n}": ("environments", str(recipe.folder / "config.json"), "--replica", str(n))
         for n in (0, 1, 3, 4)
     }
+
+
+def test_further_samplers_that_share_cores_are_told_of(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    recipe, said = recipe_of(small_values(tmp_path), rollout={"num_threads": 2}), list[str]()
+    with closing(new_run(redis_url)) as buffer:
+        launcher = LocalLauncher("local", recipe, buffer, ProcessGroup(report=said.append), lambda recipe: [])
+        launcher.first_children({"rollout": 1})
+        assert said == []
+        launcher.set_replicas("rollout", 3)
+        assert said == ["rollout.num_threads stays 2: 6 threads share the 2 cores of this machine"]
+        launcher.set_replicas("rollout", 2)
+        launcher.set_replicas("environments", 2)
+        assert len(said) == 1
+        launcher.first_children({"rollout": 2})  # as after --resume
+    assert said[1] == "rollout.num_threads stays 2: 4 threads share the 2 cores of this machine"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.services.run import preflight
+from tandem.services.run import preflight, threads
 from tests.support.run_inputs import Values, small_values
 
 
@@ -21,4 +21,5 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides this machine's Redis setting, hub access and GPUs."""
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
+    for module in (preflight, threads):
+        monkeypatch.setattr(module, "gpu_ids", lambda: ())

@@ -8,9 +8,10 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.services.config import dump_recipe
-from tandem.services.run import preflight
-from tandem.services.run.preflight import check_recipe, check_service, check_threads
+from tandem.services.run import threads
+from tandem.services.run.preflight import check_recipe, check_service
 from tandem.services.run.resume import with_automatic_values
+from tandem.services.run.threads import check_threads, shared_cores
 from tests.support.run_inputs import Values, recipe_of
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -47,7 +48,7 @@ def test_threads_of_several_workers_are_counted_together(
     for fits in ({"num_threads": 2, key: 2}, {"num_threads": 1, key: 6}):
         recipe = recipe_of(values, **{table: fits})
         check_threads(recipe, table, getattr(getattr(recipe, table), key))
-    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
+    monkeypatch.setattr(threads, "gpu_ids", lambda: ("0", "1"))
     check_threads(recipe_of(values, **{table: {"num_threads": 3, key: 2}}), table, 2)
 
 
@@ -74,3 +75,19 @@ def test_what_auto_stands_for_is_never_refused(values: Values, number: str, monk
     assert (chosen.trainer.num_threads, chosen.rollout.num_threads) == (1, 1)
     check_threads(chosen, "trainer", 2)
     check_threads(chosen, "rollout", 4)
+
+
+def test_a_run_whose_threads_share_cores_says_so(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    recipe = recipe_of(values, trainer={"num_threads": 4}, rollout={"num_threads": 2, "num_replicas": 2})
+    assert shared_cores(recipe) == []
+    recipe = recipe_of(
+        values, trainer={"num_threads": 5}, rollout={"num_threads": 2, "num_replicas": 3, "tensor_parallel_size": 2}
+    )
+    assert shared_cores(recipe) == [
+        "trainer.num_threads stays 5: 5 threads share the 4 cores of this machine",
+        "rollout.num_threads stays 2: 12 threads share the 4 cores of this machine",
+    ]
+    assert shared_cores(recipe_of(values, rollout={"num_threads": 1, "num_replicas": 9})) == []
+    monkeypatch.setattr(threads, "gpu_ids", lambda: ("0",))
+    assert shared_cores(recipe) == []
