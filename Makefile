@@ -5,8 +5,8 @@ SHELL := /bin/bash
 ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
-# A worker gets whole files, the longest first (tests/conftest.py): their fixtures are runs, which start slowly.
-FILES := -n 2 --dist loadscope --no-loadscope-reorder
+# A worker gets whole files, the longest first (tests/conftest.py): fixtures of many are runs, which start slowly.
+FILES := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 .PHONY: help setup demo demo-agent test test-system test-deploy chaos check protos docs lock
 .PHONY: bench bench-startup bench-reward bench-sampler bench-fleet bench-trl bench-size gpu-proof staleness

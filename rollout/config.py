@@ -48,7 +48,7 @@ class RolloutConfig(Options):
     num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Threads of each sampler's worker on CPUs. With `auto`, `tandem run` divides the machine's cores by the workers;
     in a sampler started by itself the engine chooses, or it has one if `num_replicas` share the cores. Samplers that
-    join later have as many; the run says so if they then share cores.
+    join later have as many; `tandem run` says if threads then share cores.
     """
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
     """Maximum number of groups that a sampler samples at once. Episodes that wait for their environment for more than

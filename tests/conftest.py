@@ -75,8 +75,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: torch is imported only if a gpu test is really about to run
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _put_longest_files_first(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("loadscopereorder", True):  # as make test-system and make test-deploy
+        _put_longest_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -92,5 +93,5 @@ def _put_longest_files_first(items: list[pytest.Item]) -> None:
     longest: dict[Path, int] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
-        longest[item.path] = max(longest.get(item.path, 0), mark.args[0] if mark else 0)
+        longest[item.path] = max(longest.get(item.path, 0), mark.args[0] if mark and mark.args else 0)
     items.sort(key=lambda item: -longest[item.path])

@@ -54,7 +54,7 @@ class TrainerConfig(AlgorithmConfig):
     num_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Threads of each rank on CPUs. With `auto`, `tandem run` divides the machine's cores by the ranks; samplers may
     use the same cores, because threads that wait sleep. A model with a hidden size below 256 gets one thread. Sums
-    depend on the number, so a run keeps the one that it began with, and says so on a machine with fewer cores. A
+    depend on the number, so a run keeps the one that it began with; `tandem run` says if threads then share cores. A
     trainer started by itself has one thread with `auto`.
     """
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"

@@ -111,9 +111,9 @@ class Connection:
         self._lock = threading.Lock()
         self._away_since: float | None = None
         """Monotonic time since when Redis has been away, once the log says so."""
-        self._fault_at_stop = ""
-        """What ended the first call after `stop`. Later ones end with it at once: a service makes several as it stops,
-        and an attempt may take seconds where the host of Redis is gone, too.
+        self._gave_up = ("", 0.0)
+        """Why and when (monotonic) the last call gave up that had begun after `stop`. The next ones give up at once: a
+        service makes several as it stops, and would wait in each.
         """
         self.name = name
         self.place = _without_secrets(redis_url)
@@ -180,11 +180,12 @@ class Connection:
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
         patience = next(one for one in (outage_seconds, self._outage_seconds, OUTAGE_SECONDS) if one is not None)
-        began = time.monotonic()
+        began, was_stopping = time.monotonic(), self._stop.is_set()
         pause = _FIRST_PAUSE_SECONDS
+        why, gave_up_at = self._gave_up
+        if why and began < gave_up_at + _STOPPING_SECONDS:
+            raise UnavailableError(why)
         while True:
-            if self._fault_at_stop:
-                raise UnavailableError(self._fault_at_stop)
             try:
                 answer = call()
             except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as error:
@@ -207,7 +208,8 @@ class Connection:
                 patience = min(patience, _STOPPING_SECONDS)
             if time.monotonic() + pause > began + patience:
                 told = f"Redis at {self.place} {fault}; {remedy}, or name another one"
-                self._fault_at_stop = told if self._stop.is_set() else ""
+                if was_stopping:
+                    self._gave_up = (told, time.monotonic())
                 raise UnavailableError(told)
             self._note_outage(began, fault)
             time.sleep(pause)

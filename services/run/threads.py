@@ -1,5 +1,5 @@
-"""Numbers of threads and the cores of this machine: more are refused before a run begins. One that has begun keeps its
-numbers, on which the last bits of its results depend, and says so.
+"""Compares numbers of threads with this machine's cores. More threads than cores are refused before a run begins. A run
+that has begun keeps its numbers, on which the last bits of its results depend, and `tandem run` says what shares cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def check_threads(recipe: Recipe, service: str, num_workers: int) -> None:
 
 
 def shared_cores(recipe: Recipe) -> list[str]:
-    """What a run tells whose threads share cores: it has more samplers than when it began, or fewer cores."""
+    """What a run says whose threads share cores, because it has more samplers than when it began, or fewer cores: a
+    line for the trainer and one for the samplers, if it concerns them.
+    """
     numbers = {service: getattr(recipe, service).num_threads for service in workers_of(recipe)}
     return [
         f"{service}.num_threads stays {numbers[service]}: "

@@ -216,7 +216,9 @@ def test_a_service_starts_in_an_outage_and_a_stop_ends_its_wait(
         starting.result(20)
 
 
-def test_a_service_that_stops_in_an_outage_waits_once_for_all_its_calls(server: EmbeddedRedis) -> None:
+def test_a_service_that_stops_in_an_outage_waits_once_for_all_its_calls(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop = threading.Event()
     buffer = patient(ring.new_run(server.url), server.url, stop)
     server.stop()
@@ -227,6 +229,8 @@ def test_a_service_that_stops_in_an_outage_waits_once_for_all_its_calls(server: 
     with pytest.raises(UnavailableError, match="cannot be reached") as second:
         buffer.connection.retried(lambda: attempts.append(None))
     assert attempts == [] and str(second.value) == str(first.value)
+    monkeypatch.setattr(connection, "_STOPPING_SECONDS", 0.0)
+    assert buffer.connection.retried(lambda: "an answer") == "an answer", "some time later it asks again"
 
 
 def test_the_calls_of_a_trainer_wait_once_for_an_outage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tandem.services.launchers.children import ChildSpec
 from tandem.services.launchers.local import LocalLauncher
 from tandem.services.launchers.process_group import ProcessGroup
 from tandem.services.launchers.supervisor import child_specs
+from tandem.services.run import threads
 from tests.support.redis_ring import new_run
 from tests.support.run_inputs import recipe_of, small_values
 
@@ -52,19 +53,19 @@ def test_environment_services_get_the_numbers_that_those_started_by_hand_do_not_
     }
 
 
-def test_further_samplers_that_share_cores_are_told_of(
+def test_it_is_said_that_the_threads_of_further_samplers_share_cores(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    recipe, said = recipe_of(small_values(tmp_path), rollout={"num_threads": 2}), list[str]()
+    monkeypatch.setattr(threads, "gpu_ids", lambda: ())
+    said: list[str] = []
+    recipe = recipe_of(small_values(tmp_path), trainer={"num_threads": 3}, rollout={"num_threads": 2})
     with closing(new_run(redis_url)) as buffer:
         launcher = LocalLauncher("local", recipe, buffer, ProcessGroup(report=said.append), lambda recipe: [])
-        launcher.first_children({"rollout": 1})
-        assert said == []
+        launcher.first_children({"rollout": 1})  # of a run that began on three cores
+        assert said == ["trainer.num_threads stays 3: 3 threads share the 2 cores of this machine"]
         launcher.set_replicas("rollout", 3)
-        assert said == ["rollout.num_threads stays 2: 6 threads share the 2 cores of this machine"]
+        assert said[1:] == ["rollout.num_threads stays 2: 6 threads share the 2 cores of this machine"]
         launcher.set_replicas("rollout", 2)
         launcher.set_replicas("environments", 2)
-        assert len(said) == 1
-        launcher.first_children({"rollout": 2})  # as after --resume
-    assert said[1] == "rollout.num_threads stays 2: 4 threads share the 2 cores of this machine"
+        assert len(said) == 2
