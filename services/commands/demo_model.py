@@ -14,16 +14,19 @@ from pathlib import Path
 
 from tandem.services.command_line import run_service
 from tandem.services.commands.demo_tasks import ARITHMETIC, TASKS, DemoTask
-from tandem.services.commands.sft import main as fine_tune
 from tandem.services.config import load_recipe
 from tandem.services.data.tiny_model import build_tiny_model
+from tandem.services.process import starting
 from tandem.trainer.checkpoints.durable import atomic_folder
 
 
 def main(folder: str, seed: str, name: str = ARITHMETIC.name, *overrides: str) -> int:
     """Returns the exit code."""
     task = TASKS[name]
-    make_model(Path(folder), int(seed), task)
+    with starting():  # imports torch and transformers
+        make_model(Path(folder), int(seed), task)
+        from tandem.services.commands.sft import main as fine_tune
+
     return fine_tune(load_recipe(task.recipe, overrides)) if overrides else 0
 
 

@@ -23,6 +23,7 @@ from tandem.protos.manifest import algorithm_of_digest
 from tandem.services.command_line import print_text, run_service
 from tandem.services.commands.replay_generation import Generation, State, check_comparable, repeat_episodes
 from tandem.services.config import Recipe, load_resolved
+from tandem.services.process import starting
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.inputs import check_replayed_model
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
@@ -98,7 +99,8 @@ class Replay:
             )
         self._generation = generation
         self._samples = samples
-        self._learner, self._sender = make_learner(recipe)
+        with starting():
+            self._learner, self._sender = make_learner(recipe)
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(
                 f"{folder} was trained by another number of ranks than WORLD_SIZE={self._learner.world_size}"
