@@ -122,7 +122,7 @@ class WholeRun:
         assert place is not None
         return ask_controller(place)
 
-    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 120.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 240.0) -> None:
         end = time.monotonic() + deadline
         fault: UnavailableError | None = None
         while True:
