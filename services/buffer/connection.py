@@ -103,7 +103,8 @@ class Connection:
         stop: threading.Event | None = None,
     ) -> None:
         """`outage_seconds`: how long to wait for an unreachable Redis, now and later, saying so in the log. Default:
-        `connect_timeout_seconds` now, `OUTAGE_SECONDS` later. Once `stop` is set, no call waits for long.
+        `connect_timeout_seconds` now, `OUTAGE_SECONDS` later. Once `stop` is set, no call waits for long,
+        and those that follow one that gave up do not wait.
         """
         assert name and not set(name) & set("{}"), "the name is part of a hash tag"
         self._outage_seconds = outage_seconds

@@ -5,7 +5,7 @@ run goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 from math import inf
 
@@ -63,7 +63,8 @@ class LocalLauncher:
         for service, number in replicas.items():
             self._replicas[service] = [f"{service}-{index}" for index in range(number)]
             recipe = _with_replicas(recipe, service, number)
-        self._say(self._machines.shared_cores(recipe))
+        for line in self._machines.shared_cores(recipe).values():
+            self._processes.report(line)
         return self._specs_of(recipe)
 
     def check(self, service: str, replicas: int) -> None:
@@ -77,7 +78,8 @@ class LocalLauncher:
         free = (name for index in count() if (name := f"{service}-{index}") not in taken)
         if service == SAMPLERS and replicas > len(kept):
             lines = self._machines.shared_cores(_with_replicas(self._recipe, service, replicas))
-            self._say(line for line in lines if line.startswith(service))  # the trainer is as it was
+            if service in lines:  # the trainer is as it was
+                self._processes.report(lines[service])
         self._want(service, sorted([*kept, *islice(free, replicas - len(kept))], key=number_of))
 
     def drain(self, sampler: str) -> None:
@@ -88,10 +90,6 @@ class LocalLauncher:
 
     def request_stop(self) -> None:
         self._processes.request_stop()
-
-    def _say(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._processes.report(line)
 
     def _want(self, service: str, names: list[str]) -> None:
         number = max((number_of(name) for name in names), default=-1) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from tandem.services.config import Recipe
@@ -28,8 +28,8 @@ class Machines(Protocol):
     def check_added(self, recipe: Recipe, service: str, added: int) -> None:
         """Raises UserError if there is no room for `added` replicas more of the service; `recipe` counts them in."""
 
-    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
-        """What to tell if threads of the trainer, or of the samplers, share cores."""
+    def shared_cores(self, recipe: Recipe) -> Mapping[str, str]:
+        """What to tell, by service, if threads of the trainer, or of the samplers, share cores."""
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         """Environment variables that assign GPUs or cores to the service `name`."""
@@ -54,7 +54,7 @@ class ThisMachine:
         if service == "rollout":  # nobody knows what environments need
             check_added_samplers(recipe, added)
 
-    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
+    def shared_cores(self, recipe: Recipe) -> Mapping[str, str]:
         return shared_cores(recipe)
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:

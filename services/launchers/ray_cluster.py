@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import ray
@@ -101,8 +101,8 @@ class RayCluster:
         if lack := lack_of_room({f"{service}-{index}": bundle for index in range(added)}, _free()):
             raise EnvironmentLackError(lack)
 
-    def shared_cores(self, recipe: Recipe) -> Sequence[str]:
-        return () if self._elsewhere else shared_cores(recipe)
+    def shared_cores(self, recipe: Recipe) -> Mapping[str, str]:
+        return {} if self._elsewhere else shared_cores(recipe)
 
     def place(self, recipe: Recipe, name: str) -> Mapping[str, str]:
         carried = {key: value for key, value in child_environment().items() if key.startswith(_CARRIED)}

@@ -4,6 +4,8 @@ that has begun keeps its numbers, on which the last bits of its results depend, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tandem.protos.errors import ConfigError
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, step_taken
@@ -26,17 +28,17 @@ def check_threads(recipe: Recipe, service: str, num_workers: int) -> None:
         raise ConfigError(f'{fault}: lower it, or set it to "auto"')
 
 
-def shared_cores(recipe: Recipe) -> list[str]:
+def shared_cores(recipe: Recipe) -> Mapping[str, str]:
     """What a run says whose threads share cores, because it has more samplers than when it began, or fewer cores: a
-    line for the trainer and one for the samplers, if it concerns them.
+    line by service, for those that it concerns.
     """
     numbers = {service: getattr(recipe, service).num_threads for service in workers_of(recipe)}
-    return [
-        f"{service}.num_threads stays {numbers[service]}: "
+    return {
+        service: f"{service}.num_threads stays {numbers[service]}: "
         f"{numbers[service] * num_workers} threads share the {num_cores()} cores of this machine"
         for service, num_workers in workers_of(recipe).items()
         if not gpu_ids() and _exceeds_cores(numbers[service], num_workers)
-    ]
+    }
 
 
 def _exceeds_cores(number: int | str, num_workers: int) -> bool:

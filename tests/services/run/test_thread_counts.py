@@ -80,14 +80,14 @@ def test_what_auto_stands_for_is_never_refused(values: Values, number: str, monk
 def test_a_run_whose_threads_share_cores_says_so(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     recipe = recipe_of(values, trainer={"num_threads": 4}, rollout={"num_threads": 2, "num_replicas": 2})
-    assert shared_cores(recipe) == []
+    assert shared_cores(recipe) == {}
     recipe = recipe_of(
         values, trainer={"num_threads": 5}, rollout={"num_threads": 2, "num_replicas": 3, "tensor_parallel_size": 2}
     )
-    assert shared_cores(recipe) == [
-        "trainer.num_threads stays 5: 5 threads share the 4 cores of this machine",
-        "rollout.num_threads stays 2: 12 threads share the 4 cores of this machine",
-    ]
-    assert shared_cores(recipe_of(values, rollout={"num_threads": 1, "num_replicas": 9})) == []
+    assert shared_cores(recipe) == {
+        "trainer": "trainer.num_threads stays 5: 5 threads share the 4 cores of this machine",
+        "rollout": "rollout.num_threads stays 2: 12 threads share the 4 cores of this machine",
+    }
+    assert shared_cores(recipe_of(values, rollout={"num_threads": 1, "num_replicas": 9})) == {}
     monkeypatch.setattr(threads, "gpu_ids", lambda: ("0",))
-    assert shared_cores(recipe) == []
+    assert shared_cores(recipe) == {}
