@@ -11,10 +11,12 @@ Where truncation (top-k, top-p, min-p) left only some tokens to sample from, π 
 statistics are π's; z of the others has no gradient.
 
 N tokens, H hidden size, V vocabulary. From the logits on, everything is float32 (float64 for float64 inputs).
+In bfloat16, the gradients of several chunks are kept, and their part of the head's gradient is computed at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,9 @@ _CUT_OFF = -1e4
 """log π of what truncation cut off: π is exactly 0, and π·log π is 0, which −∞ would make NaN."""
 _CHUNK_LOGITS_ON_CUDA = 1 << 27
 """Each chunk also reads and writes the gradient of the whole head; larger chunks do so less often."""
+_KEPT_SLOPES = 1 << 27
+"""In bfloat16, gradients of so many logits are kept (256 MiB), so that the gradient of the head is added to less often
+(benchmarks/head_gradient.py)."""
 
 
 class TokenStatistics(NamedTuple):
@@ -120,11 +125,11 @@ class _ChunkedStatistics(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy_N, squared_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = _wide_type(hidden_NH)
         hidden_grad = torch.empty_like(hidden_NH) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
-        bias_grad = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for part in _chunks(hidden_NH, weight_VH):
+        weight_grad: Tensor | None = None
+        bias_grad = torch.zeros_like(bias_V, dtype=_wide_type(hidden_NH)) if needs_bias else None
+
+        def slopes_of(part: slice) -> Tensor:
             slopes_CV = _logit_gradient(
                 _logprobs(hidden_NH, weight_VH, bias_V, temperature_N, ctx.kept, part),
                 target_N[part],
@@ -134,14 +139,18 @@ class _ChunkedStatistics(torch.autograd.Function):
             )
             slopes_CV /= temperature_N[part, None]
             if bias_grad is not None:
-                bias_grad += slopes_CV.sum(0)
-            slopes_CV = slopes_CV.to(hidden_NH.dtype)
+                bias_grad.add_(slopes_CV.sum(0))
+            return slopes_CV
+
+        groups = _groups(hidden_NH, weight_VH)
+        for group in groups:
+            slopes_GV = _joined(slopes_of, group, hidden_NH, weight_VH)
             if hidden_grad is not None:
-                torch.mm(slopes_CV, weight_VH, out=hidden_grad[part])
-            if weight_grad is not None and wide == hidden_NH.dtype:
-                weight_grad.addmm_(slopes_CV.T, hidden_NH[part])
-            elif weight_grad is not None:  # summing chunks in float32 avoids rounding at each one
-                weight_grad += slopes_CV.T @ hidden_NH[part]
+                torch.mm(slopes_GV, weight_VH, out=hidden_grad[group])
+            if needs_weight:
+                weight_grad = _added(weight_grad, slopes_GV, hidden_NH[group], alone=len(groups) == 1)
+        if needs_weight and weight_grad is None:  # no tokens
+            weight_grad = torch.zeros_like(weight_VH)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight_VH.dtype),
@@ -209,6 +218,42 @@ def _wide_type(values: Tensor) -> torch.dtype:
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
-    num_tokens, num_logits = len(hidden_NH), _CHUNK_LOGITS_ON_CUDA if hidden_NH.is_cuda else _CHUNK_LOGITS
-    size = max(1, num_logits // len(weight_VH))
-    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+    """The tokens whose logits are computed at once."""
+    return _slices(slice(0, len(hidden_NH)), _chunk_size(hidden_NH, weight_VH))
+
+
+def _groups(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
+    """The tokens whose part of the head's gradient is computed at once."""
+    size = _chunk_size(hidden_NH, weight_VH)
+    if _wide_type(hidden_NH) != hidden_NH.dtype:
+        size = max(size, _KEPT_SLOPES // len(weight_VH))
+    return _slices(slice(0, len(hidden_NH)), size)
+
+
+def _chunk_size(hidden_NH: Tensor, weight_VH: Tensor) -> int:
+    return max(1, (_CHUNK_LOGITS_ON_CUDA if hidden_NH.is_cuda else _CHUNK_LOGITS) // len(weight_VH))
+
+
+def _slices(whole: slice, size: int) -> list[slice]:
+    return [slice(first, min(first + size, whole.stop)) for first in range(whole.start, whole.stop, size)]
+
+
+def _joined(slopes_of: Callable[[slice], Tensor], group: slice, hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """The gradients of a group's logits, computed chunk by chunk, in the type of the hidden states."""
+    parts = _slices(group, _chunk_size(hidden_NH, weight_VH))
+    if len(parts) == 1:
+        return slopes_of(group).to(hidden_NH.dtype)
+    slopes_GV = hidden_NH.new_empty((group.stop - group.start, len(weight_VH)))
+    for part in parts:
+        slopes_GV[part.start - group.start : part.stop - group.start] = slopes_of(part)
+    return slopes_GV
+
+
+def _added(total: Tensor | None, slopes_GV: Tensor, hidden_GH: Tensor, *, alone: bool) -> Tensor:
+    """The head's gradient with the part of a group. Groups are summed in float32, without rounding at each one."""
+    if total is not None and total.dtype == slopes_GV.dtype:
+        return total.addmm_(slopes_GV.T, hidden_GH)
+    part = slopes_GV.T @ hidden_GH
+    if total is not None:
+        return total.add_(part)
+    return part if alone else part.to(_wide_type(part))

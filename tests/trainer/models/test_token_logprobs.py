@@ -144,7 +144,9 @@ def test_gradient_of_one_statistic_when_all_are_computed(used: int) -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_bfloat16_is_as_precise_as_the_naive_computation() -> None:
+@pytest.mark.parametrize("tokens_kept", [0, 9, NUM_TOKENS])
+def test_bfloat16_is_as_precise_as_the_naive_computation(tokens_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tandem.trainer.models.token_logprobs, "_KEPT_SLOPES", tokens_kept * VOCABULARY)
     inputs = make_inputs(torch.bfloat16)
     exact = [None if given is None else given.detach().double().requires_grad_() for given in inputs]
     got, want, truth = chunked(inputs), naive(inputs), naive(exact)
