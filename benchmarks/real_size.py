@@ -176,9 +176,19 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _prepare(folder: Path, shape: Mapping[str, float], batches: int, overrides: Sequence[str]) -> Recipe:
-    """Writes model, prompts and recipe. The model is made by a process of its own, which gives its memory back."""
+    """Writes model, prompts and recipe."""
+    build_model(folder / "model", shape)
+    dice = random.Random(0)
+    _write_prompts(folder / "train.parquet", [None] * 100)
+    _write_prompts(folder / "calibration.parquet", [dice.choice(CALIBRATION_TOKENS) for _ in range(100)])
+    (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
+    return load_recipe(folder / "recipe.toml", overrides)
+
+
+def build_model(folder: Path, shape: Mapping[str, float]) -> None:
+    """Writes a random model, in a process of its own, which gives its memory back."""
     made = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder / "model"), json.dumps(shape)],
+        [sys.executable, "-c", _BUILD, str(folder), json.dumps(shape)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -187,11 +197,6 @@ def _prepare(folder: Path, shape: Mapping[str, float], batches: int, overrides: 
     )
     if made.returncode:
         raise SystemExit(f"the model could not be made:\n{made.stderr[-2000:]}")
-    dice = random.Random(0)
-    _write_prompts(folder / "train.parquet", [None] * 100)
-    _write_prompts(folder / "calibration.parquet", [dice.choice(CALIBRATION_TOKENS) for _ in range(100)])
-    (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
-    return load_recipe(folder / "recipe.toml", overrides)
 
 
 def _write_prompts(file: Path, lengths: Sequence[int | None]) -> None:

@@ -41,7 +41,7 @@ from tandem.protos.types import Prompt, SamplingParameters, TrajectoryGroup  # n
 from tandem.rollout.config import RolloutConfig  # noqa: E402
 from tandem.rollout.engine import SamplerArguments, find_engine  # noqa: E402
 from tandem.services.data.tiny_model import VOCABULARY, build_tiny_model  # noqa: E402
-from tandem.services.run.placement import CPU_ENVIRONMENT, automatic_threads  # noqa: E402
+from tandem.services.run.placement import automatic_threads, cpu_environment  # noqa: E402
 
 GROUPS = {4: 96, 64: 32, 240: 8}
 """Groups of a measurement, by the length of their answers."""
@@ -137,7 +137,7 @@ class _Way:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_answer, args=(theirs, name, folder))
         threads = {"OMP_NUM_THREADS": str(CONFIG.num_threads)}
-        with _variables(threads if name == "defaults" else {**CPU_ENVIRONMENT, **threads}):
+        with _variables(threads if name == "defaults" else {**cpu_environment("rollout"), **threads}):
             self._process.start()
         theirs.close()
         self._index = 0

@@ -24,7 +24,7 @@ from tandem.services.launchers.ray_child import RayChild
 from tandem.services.run.endpoint import check_network
 from tandem.services.run.folder import external_redis_url, write_text
 from tandem.services.run.model_check import ModelFacts
-from tandem.services.run.placement import CPU_ENVIRONMENT, place
+from tandem.services.run.placement import cpu_environment, place
 from tandem.services.run.preflight import check_machine
 from tandem.services.run.threads import shared_cores
 
@@ -113,7 +113,7 @@ class RayCluster:
         if self._has_gpus:  # Ray chooses them, and tells the actor by CUDA_VISIBLE_DEVICES
             needs_one = bundle_of(recipe, name, has_gpus=True).gpus
             return carried if needs_one else {**carried, "CUDA_VISIBLE_DEVICES": ""}
-        return {**carried, **(CPU_ENVIRONMENT if self._elsewhere else place(recipe, name))}
+        return {**carried, **(cpu_environment(name) if self._elsewhere else place(recipe, name))}
 
     def make_child(self, spec: ChildSpec, run_token: str) -> Child:
         return RayChild(spec, partial(self._make_actor, spec, run_token), partial(self._lack_of, spec.name))

@@ -20,6 +20,9 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
 """Environment of services that compute on CPUs."""
+ONE_ARENA: Mapping[str, str] = {"MALLOC_ARENA_MAX": "1"}
+"""And of samplers: all threads of an engine take memory from one place. Otherwise the thread that loads a version and
+those that sample each keep what another one has freed (benchmarks/sampler_memory.py)."""
 NARROW = 256
 """A model with a smaller hidden size trains with one thread: its operations are so short that a second one takes more
 processor time than it saves (benchmarks/threads.py)."""
@@ -77,8 +80,8 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
     unless the engine assigns cores itself. The user's values of these variables are kept, but for trainer and samplers
     the recipe says the number of threads.
     """
-    wanted = dict(CPU_ENVIRONMENT)
     service, replica = _split(name)
+    wanted = dict(cpu_environment(name))
     width, cores = recipe.rollout.tensor_parallel_size, sorted(os.sched_getaffinity(0))
     threads = {"trainer": recipe.trainer.num_threads, "rollout": recipe.rollout.num_threads}.get(service, "auto")
     if service == "rollout" and recipe.rollout.num_replicas * width > 1:
@@ -89,6 +92,11 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
         del wanted["OMP_NUM_THREADS"]  # the engine chooses
     environment = {key: os.environ.get(key, value) for key, value in wanted.items()}
     return environment if threads == "auto" else {**environment, "OMP_NUM_THREADS": str(threads)}
+
+
+def cpu_environment(name: str) -> Mapping[str, str]:
+    """Environment variables of the service `name` on any machine without a GPU."""
+    return {**CPU_ENVIRONMENT, **ONE_ARENA} if _split(name)[0] == "rollout" else CPU_ENVIRONMENT
 
 
 def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:

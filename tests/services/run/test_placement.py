@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tandem.services.run import placement
-from tandem.services.run.placement import CPU_ENVIRONMENT, NARROW, automatic_threads, gpus_wanted, place, starts_after
+from tandem.services.run.placement import (
+    CPU_ENVIRONMENT,
+    NARROW,
+    ONE_ARENA,
+    automatic_threads,
+    gpus_wanted,
+    place,
+    starts_after,
+)
 from tests.support.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
@@ -35,7 +43,7 @@ def test_services_on_cpus_have_one_thread_if_neither_recipe_nor_engine_names_a_n
         assert place(recipe, name) == CPU_ENVIRONMENT
     assert "OMP_NUM_THREADS" not in place(recipe, "rollout-0"), "the engine of a single sampler chooses"
     two = recipe_of(VALUES, rollout={"num_replicas": 2})
-    assert place(two, "rollout-1").items() >= CPU_ENVIRONMENT.items()
+    assert place(two, "rollout-1").items() >= {**CPU_ENVIRONMENT, **ONE_ARENA}.items()
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert place(recipe, "trainer")["OMP_NUM_THREADS"] == "8", "the user's own value is kept"
 
