@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ LIMIT = 1.05
 WARM_UP_ROUNDS = 3
 GROUPS, ANSWERS, TOKENS_PER_MICRO_BATCH = 32, 8, 8192
 DTYPES = ("float32", "bfloat16")
+ONE_THREAD: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 SIDES: dict[str, dict[str, Any]] = {
     f"{dtype} {name}": {"dtype": dtype, "zero_stage": stage}
     for dtype in DTYPES
@@ -57,7 +58,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-learner-") as scratch:
         make_model(Path(scratch) / "model", 0)
         sides = [side for side in SIDES if _dtype(side) in arguments.dtypes]
-        seconds = _measure(Path(scratch) / "model", sides, arguments.rounds)
+        seconds = measure(Path(scratch) / "model", sides, arguments.rounds)
     ratios = {
         side: statistics.median(a / b for a, b in zip(each, seconds[f"{_dtype(side)} torch"], strict=True))
         for side, each in seconds.items()
@@ -82,10 +83,12 @@ def _dtype(side: str) -> str:
     return side.partition(" ")[0]
 
 
-def _measure(model: Path, sides: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every counted batch by side."""
+def measure(
+    model: Path, sides: Sequence[str], rounds: int, variables: Mapping[str, str] = ONE_THREAD
+) -> dict[str, list[float]]:
+    """Seconds of every counted batch by side. `variables` are added to the environment of the processes."""
     command = [sys.executable, __file__, "--model", str(model), "--side"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **variables}
     processes = {
         side: subprocess.Popen(
             [*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -1,7 +1,7 @@
 """Measures what staleness costs and what off-policy correction recovers, by whole runs at S = 0, 1, 4 and 8.
 
     python benchmarks/staleness.py [--problem demo] [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 200]
-    [--minutes 60]
+    [--dtype bfloat16] [--minutes 60]
 
 A cell `S/correction` is one value of `run.staleness_budget` and one of `trainer.correction`. All cells of a seed start
 from the same model and take the same number of batches and optimizer steps, through the real services on this machine.
@@ -104,7 +104,7 @@ CELLS = tuple(Cell(budget, correction) for budget in BUDGETS for correction in (
 
 def main() -> int:
     arguments = _arguments()
-    settings = _settings(arguments.problem, arguments.batches)
+    settings = _settings(arguments.problem, arguments.batches, arguments.dtype)
     record = _open_record(arguments.output, settings)
     cells = tuple(dict.fromkeys(arguments.cells))
     planned = [
@@ -141,24 +141,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, counted from 10")
     parser.add_argument("--cells", nargs="+", type=_cell, default=CELLS, metavar="S/CORRECTION")
     parser.add_argument("--batches", type=int, help="batches of each run; the default depends on the problem")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="trainer.dtype of all runs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run that would end after this time")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "staleness", help="warm starts, the current run, runs.jsonl"
     )
     parser.add_argument(
-        "--output", type=Path, help="the summary; default benchmarks/records/staleness[_forgotten].json"
+        "--output", type=Path, help="the summary; default benchmarks/records/staleness[_forgotten][_bfloat16].json"
     )
     arguments = parser.parse_args()
     if arguments.output is None:
         ending = "" if arguments.problem == DEMO else f"_{arguments.problem}"
+        ending += "" if arguments.dtype == "float32" else f"_{arguments.dtype}"
         arguments.output = ROOT / "benchmarks" / "records" / f"staleness{ending}.json"
     arguments.folder = arguments.folder.resolve()  # the services run in the tree's root
     return arguments
 
 
-def _settings(problem: str, batches: int | None) -> dict[str, Any]:
+def _settings(problem: str, batches: int | None, dtype: str) -> dict[str, Any]:
     """The settings that all runs of the study share."""
-    changed = PROBLEMS[problem] | ({"run.total_batches": batches} if batches else {})
+    changed = PROBLEMS[problem] | ({"run.total_batches": batches} if batches else {}) | {"trainer.dtype": dtype}
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changed.items()])
     return {
         "problem": problem,
@@ -167,6 +169,7 @@ def _settings(problem: str, batches: int | None) -> dict[str, Any]:
         "samples_per_prompt": recipe.rollout.samples_per_prompt,
         "optimizer_steps_per_batch": recipe.trainer.optimizer_steps_per_batch,
         "learning_rate": recipe.trainer.learning_rate,
+        "dtype": recipe.trainer.dtype,
         "warmup_batches": recipe.trainer.warmup_batches,
         "schedule": recipe.trainer.schedule,
         "questions": QUESTIONS,
@@ -264,6 +267,7 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
         "model.path": start / "model",
         **_data(start / "data"),
         "trainer.correction": cell.correction,
+        "trainer.dtype": settings["dtype"],
         "trainer.evaluate_every": 0,  # the first version and the last
         "trainer.checkpoint_every": settings["batches"],
     }

@@ -38,6 +38,7 @@ from tandem.services.metrics.ports import PORT_VARIABLE
 from tandem.services.process import in_thread
 from tandem.services.rpc.tokens import Role, run_token
 from tandem.services.run.best_version import reason_to_stop
+from tandem.services.run.dtypes import dtype_hint
 from tandem.services.run.endpoint import with_own_host
 from tandem.services.run.events import note_event
 from tandem.services.run.folder import (
@@ -82,6 +83,7 @@ def run_recipe(
     with ExitStack() as stack:
         machines = stack.enter_context(_machines(launcher_name, report))
         recipe = machines.fitted(recipe, facts)
+        _advise(recipe, report, begins_here=launcher_name == "local" and not resume)
         holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
         held = stack.enter_context(holding)
         stack.callback(remove_leftovers)  # of killed samplers
@@ -122,6 +124,12 @@ def run_recipe(
                 watch.ask_redis()
                 _report_warnings(watch, processes)
         return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
+
+
+def _advise(recipe: Recipe, report: Callable[[str], None], *, begins_here: bool) -> None:
+    """A run that has begun keeps its dtype, and the machines of a cluster may differ from this one."""
+    if begins_here and (hint := dtype_hint(recipe)):
+        report(hint)
 
 
 def _first_replicas(recipe: Recipe, controller: Controller) -> dict[str, int]:

@@ -64,6 +64,7 @@ def test_a_run_is_shown_while_it_runs_and_afterwards(run: Run) -> None:
 
     pids = run.pids()
     said = run.end(process)
+    assert "hint about the dtype" in said
     why = "the training data ended after 1 epoch (data.max_epochs=1). Of 6 groups, 6 were trained and 0 dropped"
     assert f"trained 0 of 3 batches: {why}" in said
     assert f"summary: {run.folder / 'summary.json'} · trained model: {run.folder / 'hf'}" in said
@@ -98,7 +99,8 @@ def test_stop_run_ends_it_as_ctrl_c_does_and_the_command_that_resumes_it_is_name
     assert all(map(has_ended, pids))
     assert running(run.folder) is None
     shutil.rmtree(run.folder / "redis")  # as `tandem repair` recommends if it is damaged
-    run.start_run("--resume")
+    resumed, _ = run.start_run("--resume")
+    assert "hint about the dtype" not in run.end(resumed), "a run that has begun keeps its dtype"
 
 
 def test_an_insecure_run_on_a_public_address_warns_once(run: Run) -> None:
