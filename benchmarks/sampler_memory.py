@@ -1,4 +1,4 @@
-"""Measures the memory of vLLM's engine on CPUs while it is updated, with one arena of glibc's allocator and with several.
+"""Measures the memory of vLLM's engine on CPUs while it is updated, with one arena of glibc's allocator or several.
 
     python benchmarks/sampler_memory.py [--updates 5] [--dtypes bfloat16 float32]
         [--output benchmarks/records/sampler_memory.json]

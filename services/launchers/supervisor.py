@@ -101,11 +101,9 @@ def run_recipe(
         record_inputs(recipe, buffer)
         watch = stack.enter_context(RunWatch(recipe, buffer))
         processes.on_poll.append(lambda: _report_warnings(watch, processes))
-        processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence
         processes.on_poll.append(OutageReport(recipe, buffer.place, processes).check)
         processes.on_poll.append(OverlapReport(recipe, processes.report).tell)
-        processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
-        processes.silence = lambda name: watch.silences.get(name, 0.0)
+        _show(watch, processes)
         specs_of = partial(child_specs, redis_url=redis_url, machines=machines)
         launcher = LocalLauncher(launcher_name, recipe, buffer, processes, specs_of, machines)
         controller = stack.enter_context(Controller(recipe, buffer, launcher, lease))
@@ -130,6 +128,13 @@ def _advise(recipe: Recipe, report: Callable[[str], None], *, begins_here: bool)
     """A run that has begun keeps its dtype, and the machines of a cluster may differ from this one."""
     if begins_here and (hint := dtype_hint(recipe)):
         report(hint)
+
+
+def _show(watch: RunWatch, processes: ProcessGroup) -> None:
+    """Lets the process group see what the run's figures say of its children."""
+    processes.progress, processes.redis_silence = watch.progress_of, lambda: watch.redis_silence
+    processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
+    processes.silence = lambda name: watch.silences.get(name, 0.0)
 
 
 def _first_replicas(recipe: Recipe, controller: Controller) -> dict[str, int]:
