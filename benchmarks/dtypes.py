@@ -3,10 +3,10 @@
     python benchmarks/dtypes.py [--rounds 5] [--output benchmarks/records/dtypes.json]
 
 A batch is that of benchmarks/learner.py: 32 prompts of 2 to 7 tokens with 8 answers of 1 to 6. The models have four
-layers and random weights. Each dtype is a process, with a thread for each core and the ZeRO stage that `auto` takes for
-it. They train batches in turns. `ratio` is bfloat16's time over float32's, and the median over the rounds. On a
-processor with AMX, the exit code is 1 if the hint of `tandem run` advises bfloat16 for a model that it does not make
-faster by a fifth, or does not advise it for one that it makes faster by a third.
+layers and random weights. Each dtype is a process, with the threads and the ZeRO stage that `auto` takes: stage 0 in
+float32, 1 in bfloat16. They train batches in turns. `ratio` is bfloat16's time over float32's, the median over the
+rounds. On a processor with AMX, the exit code is 1 if the hint of `tandem run` advises bfloat16 for a model that it
+does not make faster by a fifth, or does not advise it for one that it makes faster by a third.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.learner import DTYPES, measure  # noqa: E402
 from tandem.services.data.tiny_model import build_tiny_model  # noqa: E402
 from tandem.services.run.dtypes import WIDE, has_amx  # noqa: E402
-from tandem.services.run.placement import CPU_ENVIRONMENT  # noqa: E402
+from tandem.services.run.placement import CPU_ENVIRONMENT, automatic_threads  # noqa: E402
 from tandem.trainer.config import TrainerConfig  # noqa: E402
 
 HIDDEN_SIZES = (64, 256, WIDE, 896)
@@ -62,7 +62,7 @@ def main() -> int:
 def _compare(hidden_size: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-dtypes-") as scratch:
         model = build_tiny_model(Path(scratch) / "model", hidden=hidden_size, layers=LAYERS, initializer_range=0.02)
-        variables = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        variables = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(automatic_threads(1, hidden_size))}
         found = measure(model, [*SIDES.values()], rounds, variables)
     wide, narrow = (found[SIDES[dtype]] for dtype in DTYPES)
     return {

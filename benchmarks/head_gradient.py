@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tandem.services.run.dtypes import has_amx  # noqa: E402
 from tandem.services.run.placement import CPU_ENVIRONMENT  # noqa: E402
 
 os.environ |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # read when torch is imported
@@ -42,6 +43,7 @@ def main() -> int:
     record = {
         "command": f"python benchmarks/head_gradient.py --rounds {arguments.rounds}",
         "cores": os.cpu_count(),
+        "amx": has_amx(),
         "by_tokens": {tokens: _compare(tokens, arguments.rounds) for tokens in TOKENS},
     }
     arguments.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,12 +1,12 @@
 """Measures the memory of vLLM's engine on CPUs while it is updated, with one arena of glibc's allocator or several.
 
-    python benchmarks/sampler_memory.py [--updates 5] [--dtypes bfloat16 float32]
-        [--output benchmarks/records/sampler_memory.json]
+    python benchmarks/sampler_memory.py [--rounds 2] [--updates 5] [--output benchmarks/records/sampler_memory.json]
 
 The model has the size of Qwen2.5-0.5B and random weights. After each update over gloo the engine samples 32 answers of
 6 tokens. `peak_mib` is the largest proportional set size (PSS) of the engine's process from the second update on, in
-samples 0.1 s apart, and `sampling_seconds` the median time of the answers. The exit code is 1 if one arena takes more
-memory. Prints and writes JSON.
+samples 0.1 s apart, and `sampling_seconds` the median time of the answers. In a round both ways run, one after the
+other. Figures are medians over the rounds, `ratio` those of one arena over several. The exit code is 1 if one arena
+takes more memory. Prints and writes JSON.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ DEADLINE_SECONDS = 900.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=5, help="At least 2.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "sampler_memory.json")
     parser.add_argument("--side", choices=DTYPES, help="Measure an engine with this dtype.")
     parser.add_argument("--model", type=Path)
@@ -54,30 +54,35 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-sampler-memory-") as scratch:
         model = Path(scratch) / "model"
         build_model(model, QWEN_0_5B)
-        found = {dtype: _compare(model, dtype, arguments.updates) for dtype in arguments.dtypes}
+        found = {dtype: _compare(model, dtype, arguments.rounds, arguments.updates) for dtype in DTYPES}
     record = {
-        "command": f"python benchmarks/sampler_memory.py --updates {arguments.updates}",
+        "command": f"python benchmarks/sampler_memory.py --rounds {arguments.rounds} --updates {arguments.updates}",
         "cores": os.cpu_count(),
         "by_dtype": found,
     }
     arguments.output.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
-    return int(any(one["one"]["peak_mib"] > one["several"]["peak_mib"] for one in found.values()))
+    return int(any(one["peak_mib"]["ratio"] > 1.0 for one in found.values()))
 
 
-def _compare(model: Path, dtype: str, updates: int) -> dict[str, dict[str, float]]:
+def _compare(model: Path, dtype: str, rounds: int, updates: int) -> dict[str, dict[str, float]]:
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     plain = {key: value for key, value in os.environ.items() if key not in ONE_ARENA} | {**CPU_ENVIRONMENT, **threads}
     command = [sys.executable, __file__, "--updates", str(updates), "--side", dtype, "--model", str(model)]
-    found = {}
-    for name, environment in (("several", plain), ("one", {**plain, **ONE_ARENA})):
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        found[name] = json.loads(done.stdout.rpartition("found ")[2])
-    return found
+    found: dict[str, list[dict[str, float]]] = {"several": [], "one": []}
+    for _ in range(rounds):
+        for way, environment in (("several", plain), ("one", {**plain, **ONE_ARENA})):
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+            found[way].append(json.loads(done.stdout.rpartition("found ")[2]))
+    return {
+        name: {way: statistics.median(one[name] for one in each) for way, each in found.items()}
+        | {"ratio": round(statistics.median(b[name] / a[name] for a, b in zip(*found.values(), strict=True)), 2)}
+        for name in ("peak_mib", "sampling_seconds")
+    }
 
 
 def _engine(model: Path, dtype: str, updates: int) -> dict[str, float]:
@@ -116,7 +121,7 @@ class _Watch:
         self._file = Path(f"/proc/{pid}/smaps_rollup")
         self._ends = threading.Event()
         self._peak = 0
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

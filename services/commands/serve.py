@@ -51,14 +51,14 @@ def serve_one(
             _hold_number(stack, recipe, redis_url, service, replica)  # others may be started by hand
         if supervisor is None:
             from tandem.services.run.ledger import join_run
-            from tandem.services.run.placement import gpu_ids, place_on_cores
+            from tandem.services.run.placement import enter_environment, gpu_ids, place_on_cores
             from tandem.services.run.preflight import check_service
 
             check_service(recipe, service, replica or 0)
             written = join_run(written, redis_url, service)
             recipe = with_own_host(written, redis_url)
             if service == "rollout" and not gpu_ids():
-                os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
+                enter_environment(place_on_cores(recipe, f"rollout-{replica or 0}"))
         if service in ("rollout", "environments"):
             # It has read them. What it starts needs none but those of its environments.
             drop_secrets(recipe.environment.variables if service == recipe.environment.run_by else ())

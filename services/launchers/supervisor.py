@@ -54,6 +54,7 @@ from tandem.services.run.folder import (
 from tandem.services.run.inputs import record_inputs
 from tandem.services.run.json_files import EVALUATIONS_FILE, JsonLines
 from tandem.services.run.ledger import check_redis_room, create_ledger, forget_run
+from tandem.services.run.model_check import ModelFacts
 from tandem.services.run.placement import starts_after
 from tandem.services.run.preflight import check_recipe
 from tandem.services.run.progress import Progress, RunWatch, drop_reasons
@@ -83,7 +84,7 @@ def run_recipe(
     with ExitStack() as stack:
         machines = stack.enter_context(_machines(launcher_name, report))
         recipe = machines.fitted(recipe, facts)
-        _advise(recipe, report, begins_here=launcher_name == "local" and not resume)
+        _advise(recipe, facts, report, begins_here=launcher_name == "local" and not resume)
         holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
         held = stack.enter_context(holding)
         stack.callback(remove_leftovers)  # of killed samplers
@@ -124,9 +125,9 @@ def run_recipe(
         return report_outcome(recipe, buffer, outcome, watch.snapshot.step, processes.report)
 
 
-def _advise(recipe: Recipe, report: Callable[[str], None], *, begins_here: bool) -> None:
+def _advise(recipe: Recipe, facts: ModelFacts | None, report: Callable[[str], None], *, begins_here: bool) -> None:
     """A run that has begun keeps its dtype, and the machines of a cluster may differ from this one."""
-    if begins_here and (hint := dtype_hint(recipe)):
+    if begins_here and (hint := dtype_hint(recipe, facts)):
         report(hint)
 
 

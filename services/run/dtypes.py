@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.services.config import Recipe
-from tandem.services.run.model_check import hidden_size
+from tandem.services.run.model_check import ModelFacts
 from tandem.services.run.placement import gpu_ids
 
 WIDE = 512
@@ -24,11 +24,14 @@ def has_amx() -> bool:
     return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))
 
 
-def dtype_hint(recipe: Recipe) -> str:
-    """What to tell a run on this machine that trains in float32 although bfloat16 is faster; "" if there is nothing."""
-    if recipe.trainer.dtype != "float32" or gpu_ids() or not has_amx() or hidden_size(recipe.model.path) < WIDE:
+def dtype_hint(recipe: Recipe, facts: ModelFacts | None) -> str:
+    """What to tell a run on this machine that trains in float32 although bfloat16 is faster; "" if there is nothing,
+    or if the model is unknown.
+    """
+    is_wide = facts is not None and facts.hidden_size >= WIDE
+    if recipe.trainer.dtype != "float32" or gpu_ids() or not is_wide or not has_amx():
         return ""
     return (
-        "trainer.dtype is float32: this processor has AMX, with which a model of this width trains faster in bfloat16 "
-        "(docs/speed.md)"
+        "trainer.dtype is float32: this processor has AMX, with which a model of this width trains faster in bfloat16; "
+        "that takes more memory, and `tandem replay --generation` cannot compare it (docs/speed.md)"
     )

@@ -15,6 +15,8 @@ _TRAINING_BYTES = {"float32": (17, 29, 29, 36), "bfloat16": (23, 22, 27, 31)}
 """Bytes that one rank takes at its peak for each trained parameter, measured at each ZeRO stage, without publishing."""
 _HEAD_CHUNK_LOGITS = 3 << 25
 """Logits that the trainer holds at once at most, in float32; see tandem.trainer.models.token_logprobs."""
+_KEPT_SLOPES = 1 << 27
+"""Gradients of logits that it keeps besides, in bfloat16, unless the head is frozen."""
 _SAMPLING_EMBEDDINGS = 2
 """Memory that sampling leaves with the allocator, in embeddings, measured with a vocabulary of 151,936."""
 _LAYER_ACTIVATIONS = (12, 6)
@@ -126,6 +128,8 @@ def _pass_bytes(recipe: Recipe, facts: ModelFacts) -> float:
     layer = by_hidden * hidden + by_intermediate * (facts.intermediate_size or 4 * hidden)
     kept = layers * hidden + layer if trainer.gradient_checkpointing else layers * layer
     head = 0 if trainer.lora is not None else _embedding_bytes(recipe, facts)
+    if head and trainer.dtype == "bfloat16":
+        head += 2 * min(_KEPT_SLOPES, tokens * facts.vocabulary)
     return tokens * kept * _weight_bytes(recipe) + head + 4 * min(_HEAD_CHUNK_LOGITS, 3 * tokens * facts.vocabulary)
 
 

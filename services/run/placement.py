@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 ONE_ARENA: Mapping[str, str] = {"MALLOC_ARENA_MAX": "1"}
 """And of samplers: all threads of an engine take memory from one place. Otherwise the thread that loads a version and
 those that sample each keep what another one has freed (benchmarks/sampler_memory.py)."""
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
+"""Numbers of these settings in glibc's malloc.h."""
 NARROW = 256
 """A model with a smaller hidden size trains with one thread: its operations are so short that a second one takes more
 processor time than it saves (benchmarks/threads.py)."""
@@ -97,6 +100,18 @@ def place_on_cores(recipe: Recipe, name: str) -> Mapping[str, str]:
 def cpu_environment(name: str) -> Mapping[str, str]:
     """Environment variables of the service `name` on any machine without a GPU."""
     return {**CPU_ENVIRONMENT, **ONE_ARENA} if _split(name)[0] == "rollout" else CPU_ENVIRONMENT
+
+
+def enter_environment(variables: Mapping[str, str]) -> None:
+    """Sets variables of this process and of those that it starts. glibc has read those of its allocator when the
+    process started, and is told them again.
+    """
+    os.environ.update(variables)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for name, parameter in _MALLOPT.items():
+            if (value := variables.get(name, "")).isdigit():
+                libc.mallopt(parameter, int(value))
 
 
 def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:

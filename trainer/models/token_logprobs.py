@@ -2,7 +2,7 @@
 
 N tokens over a vocabulary of V have N·V logits: 4,096 tokens of 151,936 take 2.5 GB in float32, and several times that
 with the softmax and its gradient. This module applies the output head to one chunk of tokens at a time. The backward
-pass recomputes each chunk and immediately adds its part of the gradients. With z the logits divided by the temperature,
+pass recomputes each chunk and adds its part of the gradients. With z the logits divided by the temperature,
 π = softmax(z), H its entropy, S = Σπ²:
 
     ∂ log π(y)/∂z = 1[y] − π        ∂H/∂z = −π·(log π + H)        ∂S/∂z = 2π·(π − S)
@@ -11,7 +11,7 @@ Where truncation (top-k, top-p, min-p) left only some tokens to sample from, π 
 statistics are π's; z of the others has no gradient.
 
 N tokens, H hidden size, V vocabulary. From the logits on, everything is float32 (float64 for float64 inputs).
-In bfloat16, the gradients of several chunks are kept, and their part of the head's gradient is computed at once.
+In bfloat16 on CPUs, the gradients of several chunks are kept, and their part of the head's gradient is computed once.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias_V, dtype=_wide_type(hidden_NH)) if needs_bias else None
 
         def slopes_of(part: slice) -> Tensor:
+            # The gradients of a chunk's logits; adds their part of the bias's gradient.
             slopes_CV = _logit_gradient(
                 _logprobs(hidden_NH, weight_VH, bias_V, temperature_N, ctx.kept, part),
                 target_N[part],
@@ -142,13 +143,14 @@ class _ChunkedStatistics(torch.autograd.Function):
                 bias_grad.add_(slopes_CV.sum(0))
             return slopes_CV
 
-        groups = _groups(hidden_NH, weight_VH)
+        groups = _groups(hidden_NH, weight_VH) if needs_weight else _chunks(hidden_NH, weight_VH)
         for group in groups:
             slopes_GV = _joined(slopes_of, group, hidden_NH, weight_VH)
             if hidden_grad is not None:
                 torch.mm(slopes_GV, weight_VH, out=hidden_grad[group])
             if needs_weight:
                 weight_grad = _added(weight_grad, slopes_GV, hidden_NH[group], alone=len(groups) == 1)
+            del slopes_GV  # before the next ones take memory
         if needs_weight and weight_grad is None:  # no tokens
             weight_grad = torch.zeros_like(weight_VH)
         return (
@@ -223,10 +225,10 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
 
 
 def _groups(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
-    """The tokens whose part of the head's gradient is computed at once."""
+    """The tokens whose part of the head's gradient is computed at once: whole chunks."""
     size = _chunk_size(hidden_NH, weight_VH)
     if _wide_type(hidden_NH) != hidden_NH.dtype:
-        size = max(size, _KEPT_SLOPES // len(weight_VH))
+        size *= max(1, _KEPT_SLOPES // (size * len(weight_VH)))
     return _slices(slice(0, len(hidden_NH)), size)
 
 

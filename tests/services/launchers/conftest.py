@@ -59,7 +59,7 @@ def child_specs(recipe, redis_url, machines):
         for name, program in PROGRAMS.items()
     ]
 supervisor.child_specs = child_specs
-supervisor.dtype_hint = lambda recipe: "hint about the dtype"
+supervisor.dtype_hint = lambda recipe, facts: "hint about the dtype"
 cli.main()
 """
 

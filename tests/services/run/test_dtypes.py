@@ -9,6 +9,7 @@ import pytest
 
 from tandem.services.run import dtypes
 from tandem.services.run.dtypes import WIDE, dtype_hint, has_amx
+from tandem.services.run.model_check import ModelFacts, check_model
 from tests.support.run_inputs import Values, recipe_of
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile\nbogomips\t: 4000.00\n"
@@ -24,39 +25,34 @@ def processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-@pytest.fixture
-def wide(values: Values) -> Values:
-    set_hidden_size(values, WIDE)
-    return values
-
-
-def set_hidden_size(values: Values, hidden_size: int) -> None:
+def facts_of(values: Values, hidden_size: int) -> ModelFacts | None:
+    """What a run knows of the model, with this hidden size in its files."""
     file = Path(values["model"]["path"]) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": hidden_size}))
+    return check_model(recipe_of(values))
 
 
-def test_a_wide_model_in_float32_is_advised_bfloat16(wide: Values) -> None:
-    assert dtype_hint(recipe_of(wide)) == (
-        "trainer.dtype is float32: this processor has AMX, with which a model of this width trains faster in bfloat16 "
-        "(docs/speed.md)"
-    )
-    assert dtype_hint(recipe_of(wide, trainer={"dtype": "bfloat16"})) == ""
+def test_a_wide_model_in_float32_is_advised_bfloat16(values: Values) -> None:
+    wide = facts_of(values, WIDE)
+    hint = dtype_hint(recipe_of(values), wide)
+    assert hint.startswith("trainer.dtype is float32: this processor has AMX") and "faster in bfloat16" in hint
+    assert dtype_hint(recipe_of(values, trainer={"dtype": "bfloat16"}), wide) == ""
 
 
-def test_a_narrow_model_and_one_of_unknown_width_are_not(values: Values) -> None:
-    assert dtype_hint(recipe_of(values)) == ""
-    set_hidden_size(values, WIDE - 1)
-    assert dtype_hint(recipe_of(values)) == ""
+def test_a_narrow_model_and_an_unknown_one_are_not(values: Values) -> None:
+    assert dtype_hint(recipe_of(values), facts_of(values, WIDE - 1)) == ""
+    assert dtype_hint(recipe_of(values), None) == ""
 
 
 def test_a_machine_with_gpus_or_without_amx_advises_nothing(
-    wide: Values, processors: Path, monkeypatch: pytest.MonkeyPatch
+    values: Values, processors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of(wide)
+    recipe, wide = recipe_of(values), facts_of(values, WIDE)
     with monkeypatch.context() as patch:
         patch.setattr(dtypes, "gpu_ids", lambda: ("0",))
-        assert dtype_hint(recipe) == ""
+        assert dtype_hint(recipe, wide) == ""
+    assert dtype_hint(recipe, wide)
     processors.write_text(AMX.replace("amx_bf16", "avx512_bf16"))
-    assert not has_amx() and dtype_hint(recipe) == ""
+    assert not has_amx() and dtype_hint(recipe, wide) == ""
     processors.unlink()
-    assert not has_amx() and dtype_hint(recipe) == ""
+    assert not has_amx() and dtype_hint(recipe, wide) == ""

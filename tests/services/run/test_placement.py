@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from tandem.services.run.placement import (
     NARROW,
     ONE_ARENA,
     automatic_threads,
+    cpu_environment,
     gpus_wanted,
     place,
     starts_after,
 )
+from tests.support.processes import run_python
 from tests.support.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
@@ -25,7 +28,7 @@ VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"):
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES", *CPU_ENVIRONMENT, *ONE_ARENA):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(placement, "gpu_ids", lambda: ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
@@ -110,3 +113,36 @@ def test_gpus_are_the_devices_visible_in_the_environment(monkeypatch: pytest.Mon
     assert placement.gpu_ids() == ("1",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert placement.gpu_ids() == ()
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "trainer", "feed"])
+def test_only_samplers_have_one_arena_on_any_machine(name: str) -> None:
+    arenas = ONE_ARENA if name == "rollout-0" else {}
+    assert cpu_environment(name) == {**CPU_ENVIRONMENT, **arenas}
+    assert place(recipe_of(VALUES), name).get("MALLOC_ARENA_MAX") == arenas.get("MALLOC_ARENA_MAX")
+
+
+COUNT_ARENAS = """
+import ctypes, sys, threading
+from tandem.services.run.placement import enter_environment
+enter_environment(dict(variable.split("=") for variable in sys.argv[1:]))
+held, wait = [], threading.Barrier(5)
+def allocate():
+    held.append(bytes(100_000))
+    wait.wait()
+for _ in range(4):
+    threading.Thread(target=allocate, daemon=True).start()
+wait.wait()
+libc = ctypes.CDLL(None)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.parametrize(("variables", "arenas"), [((), 5), (("MALLOC_ARENA_MAX=1",), 1), (("MALLOC_ARENA_MAX=x",), 5)])
+def test_a_process_that_enters_an_environment_allocates_as_it_says(variables: tuple[str, ...], arenas: int) -> None:
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("the allocator is not glibc's")
+    done = run_python("-c", COUNT_ARENAS, *variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("<heap nr=") == arenas

@@ -160,16 +160,60 @@ def test_bfloat16_is_as_precise_as_the_naive_computation(tokens_kept: int, monke
         assert (got_grad - true_grad).norm() <= 1.2 * (want_grad - true_grad).norm() + 1e-3 * true_grad.norm()
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
-    hidden_NH, weight_VH, _ = make_inputs(bias=False)
+@pytest.mark.parametrize(
+    ("dtype", "tokens_kept", "sizes"),
+    [
+        (torch.bfloat16, 0, [4, 4, 4, 4, 4, 3]),
+        (torch.bfloat16, 9, [8, 8, 7]),
+        (torch.bfloat16, NUM_TOKENS + 1, [23]),
+        (torch.float32, NUM_TOKENS + 1, [4, 4, 4, 4, 4, 3]),
+    ],
+)
+def test_a_part_of_the_heads_gradient_is_of_whole_chunks_in_bfloat16_of_several(
+    dtype: torch.dtype, tokens_kept: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tandem.trainer.models.token_logprobs
+    monkeypatch.setattr(module, "_KEPT_SLOPES", tokens_kept * VOCABULARY)
+    added, seen = module._added, []
+
+    def noted(total: Tensor | None, slopes_GV: Tensor, hidden_GH: Tensor, *, alone: bool) -> Tensor:
+        seen.append(len(slopes_GV))
+        return added(total, slopes_GV, hidden_GH, alone=alone)
+
+    monkeypatch.setattr(module, "_added", noted)
+    inputs = make_inputs(dtype)
+    gradients(chunked(inputs), inputs)
+    assert seen == sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_heads_gradient_is_the_sum_over_chunks_bit_for_bit(dtype: torch.dtype) -> None:
+    hidden_NH, weight_VH, _ = make_inputs(dtype, bias=False)
+    target_N, temperature_N = make_targets()
+    found = token_statistics(hidden_NH, weight_VH, None, target_N, temperature_N)
+    (got,) = torch.autograd.grad(found.logprobs_N.sum(), [weight_VH])
+    want = torch.zeros_like(weight_VH)
+    for first in range(0, NUM_TOKENS, 4):
+        part = slice(first, first + 4)
+        logits_CV = functional.linear(hidden_NH[part], weight_VH) / temperature_N[part, None].to(dtype)
+        slopes_CV = -logits_CV.detach().log_softmax(-1).exp()
+        slopes_CV[torch.arange(len(slopes_CV)), target_N[part]] += 1.0
+        want.addmm_((slopes_CV / temperature_N[part, None]).T, hidden_NH.detach()[part])
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_gets_no_gradient(dtype: torch.dtype) -> None:
+    hidden_NH, weight_VH, _ = make_inputs(dtype, bias=False)
     weight_VH.requires_grad_(False)
     found = token_statistics(hidden_NH, weight_VH, None, *make_targets())
     found.logprobs_N.sum().backward()
     assert hidden_NH.grad is not None and weight_VH.grad is None
 
 
-def test_an_empty_batch_gives_zero_gradients() -> None:
-    inputs = make_inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_batch_gives_zero_gradients(dtype: torch.dtype) -> None:
+    inputs = make_inputs(dtype)
     hidden_NH, weight_VH, bias_V = inputs
     target_N, temperature_N = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     found = token_statistics(hidden_NH[:0], weight_VH, bias_V, target_N, temperature_N, entropy=True)
