@@ -6,7 +6,7 @@ A batch is that of benchmarks/learner.py: 32 prompts of 2 to 7 tokens with 8 ans
 layers and random weights. Each dtype is a process, with the threads and the ZeRO stage that `auto` takes: stage 0 in
 float32, 1 in bfloat16. They train batches in turns. `ratio` is bfloat16's time over float32's, the median over the
 rounds. On a processor with AMX, the exit code is 1 if the hint of `tandem run` advises bfloat16 for a model that it
-does not make faster by a fifth, or does not advise it for one that it makes faster by a third.
+does not make faster by a tenth, or does not advise it for one that it makes faster by a third.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tandem.trainer.config import TrainerConfig  # noqa: E402
 
 HIDDEN_SIZES = (64, 256, WIDE, 896)
 LAYERS = 4
-MOST_IF_ADVISED, LEAST_IF_NOT = 0.8, 0.67
+MOST_IF_ADVISED, LEAST_IF_NOT = 0.9, 0.67
 SIDES = {dtype: f"{dtype} stage {TrainerConfig(dtype=dtype).resolved_zero_stage}" for dtype in DTYPES}
 
 
