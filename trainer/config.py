@@ -76,7 +76,7 @@ class TrainerConfig(AlgorithmConfig):
     """Recompute the activations inside a layer in the backward pass instead of storing them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward and backward pass and of the engine's weights; the optimizer's state is float32. On CPUs
-    bfloat16 is faster only with AMX and a hidden size of 512 or more.
+    with AMX, bfloat16 is faster from a hidden size of 512 on.
     """
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-6
     """Peak learning rate of AdamW; 0 makes a control run."""

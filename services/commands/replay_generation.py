@@ -32,7 +32,7 @@ from tandem.rollout.recorded_turns import (
 from tandem.rollout.sampler import Sampler
 from tandem.services.config import Recipe
 from tandem.services.rollout.service import sampler_arguments
-from tandem.services.run.placement import enter_environment, gpu_ids, place_on_cores
+from tandem.services.run.placement import gpu_ids, place_on_cores, set_allocator
 from tandem.trainer.batch.record import read_record
 from tandem.trainer.weight_sender import WeightSender
 
@@ -131,7 +131,8 @@ class Generation:
         self._has_weights = False
         self._sampling: asyncio.Task[str] | None = None
         self._count(first, versions)
-        enter_environment(place_on_cores(recipe, "rollout-0"))  # as in the run
+        set_allocator("rollout")
+        os.environ.update(place_on_cores(recipe, "rollout-0"))  # as in the run
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM writes to standard output
         with ExitStack() as stack:
             self._scratch = stack.enter_context(ScratchFolder("replay"))

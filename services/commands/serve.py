@@ -30,6 +30,7 @@ def serve_one(
     from tandem.services.process import PARENT_VARIABLE, die_with_parent, yield_to_others
     from tandem.services.run.endpoint import with_own_host
     from tandem.services.run.folder import redis_url_of
+    from tandem.services.run.placement import gpu_ids, place_on_cores, set_allocator
     from tandem.services.run.resume import with_automatic_values
 
     supervisor = os.environ.get(PARENT_VARIABLE)
@@ -37,6 +38,8 @@ def serve_one(
         die_with_parent(int(supervisor))
         if service == "feed":
             yield_to_others()  # the sampler takes four times as long to start, and later the feed has little to do
+    elif service == "rollout" and not gpu_ids():
+        set_allocator(service)  # before threads start
     written = load_recipe(recipe_file, overrides)
     if supervisor is not None:
         written = with_automatic_values(written, resume=True)
@@ -51,14 +54,13 @@ def serve_one(
             _hold_number(stack, recipe, redis_url, service, replica)  # others may be started by hand
         if supervisor is None:
             from tandem.services.run.ledger import join_run
-            from tandem.services.run.placement import enter_environment, gpu_ids, place_on_cores
             from tandem.services.run.preflight import check_service
 
             check_service(recipe, service, replica or 0)
             written = join_run(written, redis_url, service)
             recipe = with_own_host(written, redis_url)
             if service == "rollout" and not gpu_ids():
-                enter_environment(place_on_cores(recipe, f"rollout-{replica or 0}"))
+                os.environ.update(place_on_cores(recipe, f"rollout-{replica or 0}"))
         if service in ("rollout", "environments"):
             # It has read them. What it starts needs none but those of its environments.
             drop_secrets(recipe.environment.variables if service == recipe.environment.run_by else ())

@@ -119,7 +119,7 @@ def memory_need_bytes(recipe: Recipe, facts: ModelFacts) -> tuple[float, float]:
 
 def _pass_bytes(recipe: Recipe, facts: ModelFacts) -> float:
     """Activations of the largest micro-batch on one rank, and the gradient of the output head, which is computed apart
-    before it is added, with the logits of a chunk. Without the model's sizes 0.
+    before it is added, with the logits of a chunk and the gradients that are kept. Without the model's sizes 0.
     """
     trainer, hidden, layers = recipe.trainer, facts.hidden_size, facts.num_layers
     rows = recipe.run.groups_per_batch * recipe.rollout.samples_per_prompt

@@ -102,16 +102,16 @@ def cpu_environment(name: str) -> Mapping[str, str]:
     return {**CPU_ENVIRONMENT, **ONE_ARENA} if _split(name)[0] == "rollout" else CPU_ENVIRONMENT
 
 
-def enter_environment(variables: Mapping[str, str]) -> None:
-    """Sets variables of this process and of those that it starts. glibc has read those of its allocator when the
-    process started, and is told them again.
+def set_allocator(name: str) -> None:
+    """Gives this process the allocator's settings that the service `name` has where a run starts it: glibc reads the
+    variables only when a process starts. The user's are kept. Threads that run already may keep arenas of their own.
     """
-    os.environ.update(variables)
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for name, parameter in _MALLOPT.items():
-            if (value := variables.get(name, "")).isdigit():
-                libc.mallopt(parameter, int(value))
+    if not hasattr(libc, "mallopt"):  # not glibc
+        return
+    for variable, value in cpu_environment(name).items():
+        if variable in _MALLOPT and variable not in os.environ:
+            libc.mallopt(_MALLOPT[variable], int(value))
 
 
 def automatic_threads(num_workers: int, hidden_size: int = 0) -> int:

@@ -124,8 +124,8 @@ def test_only_samplers_have_one_arena_on_any_machine(name: str) -> None:
 
 COUNT_ARENAS = """
 import ctypes, sys, threading
-from tandem.services.run.placement import enter_environment
-enter_environment(dict(variable.split("=") for variable in sys.argv[1:]))
+from tandem.services.run.placement import set_allocator
+set_allocator(sys.argv[1])
 held, wait = [], threading.Barrier(5)
 def allocate():
     held.append(bytes(100_000))
@@ -139,10 +139,16 @@ libc.fflush(None)
 """
 
 
-@pytest.mark.parametrize(("variables", "arenas"), [((), 5), (("MALLOC_ARENA_MAX=1",), 1), (("MALLOC_ARENA_MAX=x",), 5)])
-def test_a_process_that_enters_an_environment_allocates_as_it_says(variables: tuple[str, ...], arenas: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "variables", "arenas"), [("feed", {}, 5), ("rollout", {}, 1), ("rollout", {"MALLOC_ARENA_MAX": "2"}, 2)]
+)
+def test_a_sampler_that_runs_already_gets_one_arena_unless_the_user_says_otherwise(
+    name: str, variables: dict[str, str], arenas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("the allocator is not glibc's")
-    done = run_python("-c", COUNT_ARENAS, *variables)
+    for other in ("MALLOC_ARENA_TEST", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(other, raising=False)
+    done = run_python("-c", COUNT_ARENAS, name, OPENBLAS_NUM_THREADS="1", **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("<heap nr=") == arenas

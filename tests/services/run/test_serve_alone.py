@@ -186,8 +186,11 @@ def test_a_sampler_that_is_started_alone_gets_the_core_that_a_supervisor_would_g
     monkeypatch.setattr(preflight, "check_service", lambda *_: None)
     monkeypatch.setattr(logging_setup, "configure_logging", lambda *_, **__: None)
     seen: dict[str, str] = {}
+    set_for: list[str] = []
+    monkeypatch.setattr(placement, "set_allocator", set_for.append)
     monkeypatch.setattr(serve_command, "_serve", lambda *_: seen.update(os.environ))
     serve_command.serve_one("rollout", tmp_path / "two.json", [], 1, "none")
+    assert set_for == ["rollout"], "before anything is allocated in threads"
     assert [seen[name] for name in names] == ["1", "7"]
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import tandem.trainer.models.token_logprobs
 from tandem.protos.types import SamplingMask, Segment
+from tandem.services.run import estimates
 from tandem.trainer.batch.kept_tokens import KeptTokens
 from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
 from tests.support.golden_cases import GoldenCase, golden_cases
@@ -184,6 +185,10 @@ def test_a_part_of_the_heads_gradient_is_of_whole_chunks_in_bfloat16_of_several(
     inputs = make_inputs(dtype)
     gradients(chunked(inputs), inputs)
     assert seen == sizes
+
+
+def test_the_check_before_a_run_counts_the_gradients_that_are_kept() -> None:
+    assert estimates._KEPT_SLOPES == tandem.trainer.models.token_logprobs._KEPT_SLOPES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
