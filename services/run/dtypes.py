@@ -32,6 +32,6 @@ def dtype_hint(recipe: Recipe, facts: ModelFacts | None) -> str:
     if recipe.trainer.dtype != "float32" or gpu_ids() or not is_wide or not has_amx():
         return ""
     return (
-        "trainer.dtype is float32: this processor has AMX, with which a model of this width trains faster in bfloat16, "
-        "which `tandem replay --generation` cannot compare (docs/speed.md)"
+        "trainer.dtype is float32: this processor has AMX, so a model of this width trains faster in bfloat16; "
+        "`tandem replay --generation` cannot compare such a run (docs/speed.md)"
     )
