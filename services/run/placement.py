@@ -22,8 +22,8 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 }
 """Environment of services that compute on CPUs."""
 ONE_ARENA: Mapping[str, str] = {"MALLOC_ARENA_MAX": "1"}
-"""And of samplers: all threads of an engine take memory from one place. Otherwise the thread that loads a version and
-those that sample each keep what another one has freed (benchmarks/sampler_memory.py)."""
+"""Samplers have this as well: all threads of an engine take memory from one place. Otherwise the thread that loads a
+version and those that sample each keep what another one has freed (benchmarks/sampler_memory.py)."""
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """Numbers of these settings in glibc's malloc.h."""
 NARROW = 256

@@ -11,7 +11,7 @@ Where truncation (top-k, top-p, min-p) left only some tokens to sample from, π 
 statistics are π's; z of the others has no gradient.
 
 N tokens, H hidden size, V vocabulary. From the logits on, everything is float32 (float64 for float64 inputs).
-In bfloat16 on CPUs, the gradients of several chunks are kept, and their part of the head's gradient is computed once.
+In bfloat16 on CPUs, the gradients of several chunks' logits are kept, and the head's gradient is added to once for all.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_bfloat16_is_as_precise_as_the_naive_computation(tokens_kept: int, monke
         (torch.float32, NUM_TOKENS + 1, [4, 4, 4, 4, 4, 3]),
     ],
 )
-def test_a_part_of_the_heads_gradient_is_of_whole_chunks_in_bfloat16_of_several(
+def test_in_bfloat16_a_part_of_the_heads_gradient_is_that_of_several_whole_chunks(
     dtype: torch.dtype, tokens_kept: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tandem.trainer.models.token_logprobs
