@@ -17,6 +17,7 @@ from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import WORKER_EXTENSION, EngineFolder
 from tandem.rollout.vllm.fused_norms import PRIORITY, register_fused_norms
+from tandem.rollout.vllm.small_blocks import LEAST_BLOCK_TOKENS, allow_small_blocks, use_small_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 _ENGINE_BYTES = 700 << 20  # memory of vLLM without weights and KV cache
 _PREFILL_TOKENS = 4096  # maximum per step on CPUs
-_BLOCK_TOKENS = 32  # the smallest block of the KV cache on CPUs, and what larger ones are multiples of
-_LARGE_BLOCK_TOKENS = 128  # vLLM's own on CPUs
+_LARGE_BLOCK_TOKENS = 128  # vLLM's own blocks on CPUs
 
 
 @hidden_module("ray")  # vLLM would load it only to ask whether this is an actor, and starts none of its workers here
@@ -39,7 +39,7 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     if Path(arguments.model_path).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        vllm_config = engine_arguments(arguments).create_engine_config()
+        vllm_config = engine_config(arguments)
     except Exception as error:  # errors of json, struct, safetensors, pydantic … for a bad folder
         raise ModelError(f"model {arguments.model_path} cannot be sampled: {one_line(error)}") from error
     on_cpu = _on_cpu()
@@ -51,6 +51,14 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
         return _launch(vllm_config, arguments.model_path, fork=on_cpu)
 
 
+def engine_config(arguments: SamplerArguments) -> VllmConfig:
+    """vLLM's configuration of the engine. Raises vLLM's errors for a folder that is no model."""
+    vllm_config = engine_arguments(arguments).create_engine_config()
+    if _on_cpu():
+        use_small_blocks(vllm_config)
+    return vllm_config
+
+
 def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
     """Sets the environment for vLLM, which reads it at import, and returns the engine's settings."""
     on_cpu = _on_cpu()
@@ -60,7 +68,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
 
     config = arguments.config
     max_sequences = min(arguments.max_rows, 1024)
-    block_tokens = cache_block_tokens(arguments.max_model_tokens) if on_cpu else None
+    block_tokens = LEAST_BLOCK_TOKENS if on_cpu and arguments.max_model_tokens < _LARGE_BLOCK_TOKENS else None
     return AsyncEngineArgs(
         model=arguments.model_path,
         dtype=arguments.dtype,
@@ -74,7 +82,7 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
         block_size=block_tokens,
-        # Requests share whole blocks, and a sequence that fits one block has none that another could use.
+        # Rows of a group share its prompt without this, and such short sequences have little else to share.
         enable_prefix_caching=None if block_tokens is None else False,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if on_cpu or arguments.shares_gpu else None,
@@ -120,6 +128,7 @@ def _import_vllm(on_cpu: bool) -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
         register_fused_norms()
+        allow_small_blocks()
 
 
 def _on_cpu() -> bool:
@@ -140,12 +149,6 @@ def _prepare_environment(on_cpu: bool, config: RolloutConfig) -> None:
         if config.num_threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 4)))
-
-
-def cache_block_tokens(max_model_tokens: int) -> int | None:
-    """Block size for sequences shorter than vLLM's own one, which would leave most of each block empty."""
-    fitting = -(-max_model_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    return fitting if fitting < _LARGE_BLOCK_TOKENS else None
 
 
 def _bytes_per_sequence(vllm_config: VllmConfig, dtype: str) -> int:

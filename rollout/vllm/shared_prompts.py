@@ -1,9 +1,9 @@
 """Computes a short prompt once for all rows of a group that vLLM starts in the same step on a CPU.
 
-vLLM shares prompts by whole blocks of its cache, which have up to 128 tokens. A prompt that is not longer than a block
-has none to share, so each row would compute it. Here the first row does, and the rows that follow it compute only the
-prompt's last token, whose logits they need. In each layer the keys and values of the tokens before it are written to
-the blocks of these rows, too.
+vLLM shares prompts by whole blocks of its cache, which have up to 128 tokens, and only with prefix caching. A prompt
+that is not longer than a block has none to share, so each row would compute it. Here the first row does, and the rows
+that follow it compute only the prompt's last token, whose logits they need. In each layer the keys and values of the
+tokens before it are written to the blocks of these rows, too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,20 @@ def plain_block_tokens(config: VllmConfig, cache: KVCacheConfig) -> int:
     return specs[0].block_size
 
 
+def longest_shared_prompt(config: VllmConfig, cache: KVCacheConfig) -> int:
+    """The tokens of the longest prompt that is computed once here: what vLLM does not share itself; 0 for none."""
+    block_tokens = plain_block_tokens(config, cache)
+    if not block_tokens or config.cache_config.enable_prefix_caching:
+        return block_tokens
+    return int(config.model_config.max_model_len)
+
+
 def schedule_prompts_once(scheduler: Scheduler) -> None:
     """Makes the scheduler take the prompt of a waiting row for computed, except for its last token, if the row before
     it has the same one. Rows start in their order, so that the rows of a step that have this prompt begin with one
     that computes it.
     """
-    longest = plain_block_tokens(scheduler.vllm_config, scheduler.kv_cache_config)
+    longest = longest_shared_prompt(scheduler.vllm_config, scheduler.kv_cache_config)
     if not longest:
         return
     schedule = scheduler.schedule
@@ -78,7 +86,8 @@ def followers(waiting: Iterable[Request], longest: int) -> list[Request]:
 def copy_prompts(worker: WorkerBase) -> None:
     """Makes the worker write the keys and values of a prompt to the blocks of all rows that start with it."""
     runner = cast("GPUModelRunner", worker.model_runner)
-    if not (longest := plain_block_tokens(worker.vllm_config, runner.kv_cache_config)):
+    block_tokens = plain_block_tokens(worker.vllm_config, runner.kv_cache_config)
+    if not (longest := longest_shared_prompt(worker.vllm_config, runner.kv_cache_config)):
         return
     copies: list[torch.Tensor] = []
     """Of the step's tokens, those to copy, and their slots in the cache. Empty if nothing is to be copied."""
@@ -88,7 +97,7 @@ def copy_prompts(worker: WorkerBase) -> None:
     def prepare(scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int64]) -> object:
         prepared = prepare_inputs(scheduler_output, num_scheduled_tokens)
         starts = dict(zip(runner.input_batch.req_ids, runner.query_start_loc.np.tolist(), strict=False))
-        sources, slots = copied_tokens(scheduler_output.scheduled_new_reqs, starts, longest)
+        sources, slots = copied_tokens(scheduler_output.scheduled_new_reqs, starts, block_tokens, longest)
         copies[:] = [torch.tensor(sources), torch.tensor(slots)] if sources else []
         return prepared
 
@@ -108,7 +117,7 @@ def copy_prompts(worker: WorkerBase) -> None:
 
 
 def copied_tokens(
-    rows: Sequence[NewRequestData], starts: dict[str, int], block_size: int
+    rows: Sequence[NewRequestData], starts: dict[str, int], block_tokens: int, longest: int
 ) -> tuple[list[int], list[int]]:
     """For the rows that start in a step: tokens of the step that are copied, and the slots that they are copied to.
     `starts`: where the tokens of a row begin.
@@ -117,11 +126,13 @@ def copied_tokens(
     slots: list[int] = []
     computing: NewRequestData | None = None
     for row in rows:
-        if not 0 < row.num_computed_tokens < block_size:  # more are of vLLM's own shared blocks
+        if not 0 < row.num_computed_tokens < longest:  # more are of vLLM's own shared blocks
             computing = row
             continue
         assert computing is not None and computing.prompt_token_ids == row.prompt_token_ids, "a row computes the prompt"
-        first, slot = starts[computing.req_id], row.block_ids[0][0] * block_size
+        first, (blocks,) = starts[computing.req_id], row.block_ids
         sources += range(first, first + row.num_computed_tokens)
-        slots += range(slot, slot + row.num_computed_tokens)
+        for start in range(0, row.num_computed_tokens, block_tokens):
+            slot = blocks[start // block_tokens] * block_tokens
+            slots += range(slot, slot + min(block_tokens, row.num_computed_tokens - start))
     return sources, slots

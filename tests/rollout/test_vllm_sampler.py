@@ -23,21 +23,16 @@ from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine, remove_leftovers
 from tandem.rollout.segments import first_tokens
 from tandem.rollout.vllm import replaced_modules, shared_prompts
-from tandem.rollout.vllm.launch import cache_block_tokens
 from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
+from tests.support.vllm_notes import note_copies
 from tests.support.waiting import eventually
 from tests.support.weight_ring import AdapterRing, Policy, Ring
 
 PROMPT = list(range(10, 22))
 CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_prompt=4)
-
-
-def test_blocks_of_the_cache_are_no_longer_than_short_sequences() -> None:
-    assert [cache_block_tokens(length) for length in (1, 24, 32, 33, 96)] == [32, 32, 32, 64, 96]
-    assert [cache_block_tokens(length) for length in (97, 128, 4096)] == [None] * 3, "vLLM's own blocks of 128 fit"
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
@@ -46,20 +41,9 @@ def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_a_run(tem
         find_engine("vllm").check(CONFIG.model_copy(update={"temperature": temperature}))
 
 
-def note_modules_and_copies(modules: Path, copies: Path) -> None:
-    """Writes the names of the modules that are loaded when this process forks, and for each step of the engine how many
-    tokens of prompts one row computed for another one.
-    """
-    os.register_at_fork(before=lambda: modules.write_text(" ".join(name for name, one in sys.modules.items() if one)))
-    copied_tokens = shared_prompts.copied_tokens
-
-    def noted(*arguments: Any) -> tuple[list[int], list[int]]:
-        sources, slots = copied_tokens(*arguments)
-        with copies.open("a") as opened:
-            opened.write(f"{len(sources)}\n")
-        return sources, slots
-
-    shared_prompts.copied_tokens = noted
+def note_modules(file: Path) -> None:
+    """Writes the names of the modules that are loaded when this process forks."""
+    os.register_at_fork(before=lambda: file.write_text(" ".join(name for name, one in sys.modules.items() if one)))
 
 
 def note_living_versions(file: Path) -> None:
@@ -81,7 +65,8 @@ def note_living_versions(file: Path) -> None:
 
 
 def note_all(folder: Path) -> None:
-    note_modules_and_copies(folder / "modules", folder / "copies")
+    note_modules(folder / "modules")
+    note_copies(folder / "copies")
     note_living_versions(folder / "living")
 
 
@@ -153,7 +138,7 @@ def test_only_rows_just_behind_one_with_their_prompt_follow_it() -> None:
 
 
 def started(name: str, prompt: list[int], block: int, computed: int = 0) -> Any:
-    """What vLLM's worker is told of a row that starts."""
+    """What vLLM's worker is told of a row that starts in this block and the next one."""
     return SimpleNamespace(
         req_id=name, prompt_token_ids=prompt, num_computed_tokens=computed, block_ids=([block, block + 1],)
     )
@@ -164,9 +149,17 @@ def test_tokens_of_a_prompt_are_copied_to_the_blocks_of_the_rows_that_follow() -
     rows = [started("a", long, 0, computed=8), started("b", prompt, 3), started("c", prompt, 5, computed=2)]
     rows += [started("d", prompt, 7, computed=2), started("e", [1, 2], 9)]
     starts = {"a": 4, "b": 6, "c": 9, "d": 10, "e": 11}
-    assert shared_prompts.copied_tokens(rows, starts, block_size=8) == ([6, 7, 6, 7], [40, 41, 56, 57])
+    assert shared_prompts.copied_tokens(rows, starts, 8, longest=8) == ([6, 7, 6, 7], [40, 41, 56, 57])
     with pytest.raises(AssertionError):
-        shared_prompts.copied_tokens([started("e", [1, 2], 9), started("c", prompt, 5, computed=2)], starts, 8)
+        shared_prompts.copied_tokens([started("e", [1, 2], 9), started("c", prompt, 5, computed=2)], starts, 8, 8)
+
+
+def test_a_prompt_of_several_blocks_is_copied_to_each_of_them() -> None:
+    prompt = list(range(12))
+    rows = [started("a", prompt, 2), started("b", prompt, 5, computed=11)]
+    sources, slots = shared_prompts.copied_tokens(rows, {"a": 3, "b": 15}, 8, longest=16)
+    assert sources == [*range(3, 14)] and slots == [*range(40, 48), *range(48, 51)]
+    assert shared_prompts.copied_tokens(rows[:1], {"a": 3}, 8, longest=16) == ([], [])
 
 
 def keep_modules() -> None:

@@ -1,0 +1,104 @@
+"""Blocks of 16 tokens on CPUs: which samplers have them, what vLLM's kernel computes with them, and shared prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Qwen2ForCausalLM
+
+from tandem.protos.types import SamplingParameters
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.engine import SamplerArguments
+from tandem.rollout.vllm.launch import engine_config
+from tandem.rollout.vllm.small_blocks import allow_small_blocks
+from tests.support.engine_process import EngineProcess
+from tests.support.tiny_model import build_tiny_model
+from tests.support.vllm_notes import note_copies
+
+
+@pytest.mark.parametrize(("longest", "tokens", "caches"), [(1, 16, False), (127, 16, False), (128, 128, True)])
+def test_short_sequences_have_small_blocks(tmp_path: Path, longest: int, tokens: int, caches: bool) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    arguments = SamplerArguments(RolloutConfig(), str(build_tiny_model(tmp_path / "model")), "float32", longest, seed=0)
+    cache = engine_config(arguments).cache_config
+    assert (cache.block_size, cache.enable_prefix_caching) == (tokens, caches)
+    allow_small_blocks()  # a second time changes nothing
+    assert CPUAttentionBackend.supports_block_size(tokens) and not CPUAttentionBackend.supports_block_size(24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 64, 80, 128])
+def test_the_kernel_for_small_blocks_attends_as_torch(size: int, dtype: torch.dtype) -> None:
+    """Sequences that end in their first, second and fourth block; new tokens at the end of each."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    current_platform.import_kernels()
+    isa = _get_attn_isa(dtype, 16, size)
+    assert isa == "vec16"
+    generator = torch.Generator().manual_seed(size)
+    lengths, new, heads, kv_heads = (9, 17, 64), 3, 4, 2
+    keys, values = (
+        [torch.randn(length, kv_heads, size, generator=generator).to(dtype) for length in lengths] for _ in range(2)
+    )
+    queries = torch.randn(new * len(lengths), heads, size, generator=generator).to(dtype)
+    cache = torch.zeros(10, kv_heads, 16 * 2, size, dtype=dtype)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    tables = torch.tensor([[7, 0, 0, 0], [2, 9, 0, 0], [1, 8, 3, 5]], dtype=torch.int32)
+    for key, value, table in zip(keys, values, tables, strict=True):
+        slots = torch.tensor([int(table[place // 16]) * 16 + place % 16 for place in range(len(key))])
+        ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+    starts = torch.arange(0, len(queries) + 1, new, dtype=torch.int32)
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        len(lengths), heads, kv_heads, size, ends, dtype, starts, True, -1, isa, enable_kv_split=True
+    )
+    found = torch.zeros_like(queries)
+    ops.cpu_attention_with_kv_cache(
+        queries, key_cache, value_cache, found, starts, ends, 0.2, True, None, -1, tables, 0.0, plan, None
+    )
+    expected = torch.cat([_attended(*states) for states in zip(queries.split(new), keys, values, strict=True)])
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), expected, rtol=close, atol=close)
+
+
+def _attended(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
+    """(T, H, D) of a sequence's last tokens, in float32."""
+    states = [each.float().transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD)]
+    num_queries, num_keys = len(query_THD), len(key_THD)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    found = functional.scaled_dot_product_attention(*states, attn_mask=seen, scale=0.2, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+@pytest.mark.slow
+def test_groups_with_prompts_of_several_blocks_are_sampled_as_each_row_alone(tmp_path: Path) -> None:
+    """More rows than the cache holds, so that some are preempted."""
+    folder = build_tiny_model(tmp_path / "model", hidden=64, layers=3)
+    config = RolloutConfig(engine="vllm", kv_cache_bytes=1 << 20, max_groups_in_flight=8, samples_per_prompt=8)
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [[10 + (7 * number + place) % 80 for place in range(2 + 15 * number)] for number in range(7)]
+    few = SamplingParameters(max_tokens=20)
+    arguments = SamplerArguments(config, str(folder), "float32", max_model_tokens=120, seed=3)
+    with EngineProcess(arguments, partial(note_copies, tmp_path / "copies")) as engine:
+        engine.call("sample", prompts[-1], 4, few, key="first")
+        assert (tmp_path / "copies").read_text().split()[0] == str(3 * (len(prompts[-1]) - 1))
+        crowd = [engine.submit("sample", prompt, 8, few, key=str(number)) for number, prompt in enumerate(prompts)]
+        for number, (prompt, rows) in enumerate(zip(prompts, [one.result(60) for one in crowd], strict=True)):
+            alone = engine.call("sample_one", prompt, few, trajectory_id=5, key=str(number))
+            assert alone.segments[0].ids.tolist() == rows[5].segments[0].ids.tolist()
+            for row in rows:
+                (segment,) = row.segments
+                ids = torch.tensor(segment.ids, dtype=torch.long)
+                with torch.inference_mode():
+                    logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+                chosen = logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :, 0].numpy()
+                assert np.abs(chosen - segment.behavior_logprobs[len(prompt) :]).mean() <= 1e-5
