@@ -4,7 +4,8 @@
         [--output benchmarks/records/step_cpu.json]
 
 The first version is this checkout with the demo's recipe. The second one has the overrides, and with --checkout the
-code of another folder, such as one of `git worktree add`, which has its own `.venv` (`make setup`). Both train at the
+code and the interpreter of another folder, such as one of `git worktree add`, which has its own `.venv` (`make setup`;
+`PYTHON=` chooses the interpreter). Both train at the
 same time with the same model and data, so what else the machine does slows both. In each round both train 80 batches;
 those in which either of them starts or ends do not count. A ratio is the second version's processor time over the first
 one's in a round, and the record has medians over the rounds. Seconds a step say little here, since both share the
@@ -64,7 +65,12 @@ def main() -> int:
     other = "" if arguments.checkout == ROOT else " --checkout FOLDER"
     record = {
         "command": f"python benchmarks/step_cpu.py{other} --rounds {arguments.rounds}",
-        "second": {"commit": commit_of(arguments.checkout), "overrides": arguments.override},
+        "first": {"python": _python_of(ROOT)},
+        "second": {
+            "commit": commit_of(arguments.checkout),
+            "python": _python_of(arguments.checkout),
+            "overrides": arguments.override,
+        },
         "cores": os.cpu_count(),
         "milliseconds_a_step": {side: _medians([one[side] for one in rounds]) for side in SIDES},
         "second_over_first": round(statistics.median(ratios), 3),
@@ -116,6 +122,12 @@ class Run:
                 continue
             found[process.pid, kind] = times.user + times.system
         return found
+
+
+def _python_of(checkout: Path) -> str:
+    """The interpreter's version and build."""
+    command = [checkout / ".venv" / "bin" / "python", "-c", "import sys; print(sys.version)"]
+    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split())
 
 
 def _measured(*runs: Run) -> list[dict[str, float]]:

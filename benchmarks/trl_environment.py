@@ -17,8 +17,11 @@ DEADLINE_SECONDS = 1800.0
 
 
 def trl_python() -> Path:
-    """The interpreter of the environment, which is made anew unless it has the pinned versions. Raises SystemExit."""
-    wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + CONSTRAINTS.read_bytes()).hexdigest()
+    """The interpreter of the environment, which is made anew unless it has the pinned versions and is built on the one
+    that runs this. Raises SystemExit.
+    """
+    interpreter = f"{sys.base_prefix} {sys.version}".encode()
+    wanted = hashlib.sha256(interpreter + REQUIREMENTS.read_bytes() + CONSTRAINTS.read_bytes()).hexdigest()
     stamp, python = FOLDER / "stamp", FOLDER / "bin" / "python"
     if stamp.exists() and stamp.read_text() == wanted:
         return python
