@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
@@ -40,7 +39,7 @@ from tandem.protos.weight_group import (
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import Gather
 from tandem.trainer.kept_copy import KeptCopy, WeightCopy
-from tandem.trainer.weight_snapshot import WeightSnapshot, one_bucket, with_differences
+from tandem.trainer.weight_snapshot import WeightSnapshot, begin_differences, few_buckets
 
 if TYPE_CHECKING:
     from tandem.trainer.models.lora import Adapters
@@ -172,30 +171,26 @@ class WeightSender:
         self._group = self._connect(self._prepared, device, timeout_seconds)
 
     def snapshot(self, manifest: WeightManifest) -> WeightSnapshot:
-        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0, and
-        encodes the differences to the copy.
+        """As `begin_snapshot`, and waits for the differences."""
+        return self.begin_snapshot(manifest)()
+
+    def begin_snapshot(self, manifest: WeightManifest) -> Callable[[], WeightSnapshot]:
+        """All ranks, or rank 0 alone if `gather` is not collective: copies every bucket into host memory of rank 0,
+        whose threads encode the differences to the copy meanwhile. What this returns waits for them.
 
         It takes the memory of the copy, and there is no copy until `broadcast` ends, unless a late joiner reads it or
         asked in vain during the broadcast before.
         """
         if not manifest.buckets:
-            return WeightSnapshot()
+            return WeightSnapshot
         base = self._base_of_differences
         memory = self._kept.take_memory()
-        into = one_bucket(manifest.buckets) if base is not None and memory else memory
+        into = few_buckets(manifest.buckets) if base is not None and memory else memory
         filled = self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm, into)
-        return WeightSnapshot(tuple(filled)) if base is None else with_differences(filled, base, memory)
-
-    def begin_snapshot(self, manifest: WeightManifest) -> Callable[[], WeightSnapshot]:
-        """All ranks: as `snapshot`, but another thread of rank 0 may encode: it calls what this returns. Until then the
-        copy stays beside the new one, so the ranks do not wait for the encoder.
-        """
-        base = self._base_of_differences
-        if base is None or not manifest.buckets:
-            snapshot = self.snapshot(manifest)
-            return lambda: snapshot
-        filled = tuple(self._filled(manifest.buckets, self._gather, _CPU, manifest.digest_algorithm))
-        return partial(with_differences, filled, base, ())
+        if base is not None:
+            return begin_differences(filled, base, memory)
+        snapshot = WeightSnapshot(tuple(filled))
+        return lambda: snapshot
 
     @property
     def _base_of_differences(self) -> WeightCopy | None:

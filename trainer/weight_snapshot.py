@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,10 @@ from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.types import BucketSpec
 from tandem.protos.weight_group import empty_bucket
 from tandem.trainer.kept_copy import WeightCopy
+
+_ENCODERS = 2
+_MOST_BUCKETS = _ENCODERS + 1
+"""One is filled while the others are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +35,52 @@ class WeightSnapshot:
     encode_seconds: float = 0.0
 
 
-def one_bucket(buckets: Sequence[BucketSpec]) -> tuple[torch.Tensor, ...]:
-    """Memory of the largest bucket, in which each one overwrites the one before it."""
-    memory = empty_bucket(max(buckets, key=lambda spec: spec.num_bytes), torch.device("cpu"))
-    return tuple(memory[: spec.num_bytes + DIGEST_BYTES] for spec in buckets)
+def few_buckets(buckets: Sequence[BucketSpec]) -> tuple[torch.Tensor, ...]:
+    """Memory of `_MOST_BUCKETS` of the largest bucket, in which each one overwrites an earlier one."""
+    largest = max(buckets, key=lambda spec: spec.num_bytes)
+    memory = [empty_bucket(largest, torch.device("cpu")) for _ in range(min(_MOST_BUCKETS, len(buckets)))]
+    return tuple(memory[number % len(memory)][: spec.num_bytes + DIGEST_BYTES] for number, spec in enumerate(buckets))
 
 
-def with_differences(
+def begin_differences(
     filled: Iterable[tuple[BucketSpec, torch.Tensor]], base: WeightCopy, memory: Sequence[torch.Tensor]
-) -> WeightSnapshot:
-    """The snapshot of buckets with their differences to the base. With `memory`, each bucket is copied into the memory
-    of the base's bucket, which is read before.
+) -> Callable[[], WeightSnapshot]:
+    """Encodes the differences of buckets to the base in threads, while the next buckets are filled. Returns once all
+    are filled; what it returns waits for the threads. With `memory`, the buckets are filled in that of `few_buckets`,
+    and each is copied into the memory of the base's bucket, which is read before.
     """
-    buckets: list[tuple[BucketSpec, torch.Tensor]] = []
-    differences: list[torch.Tensor | None] = []
-    seconds = 0.0
-    for number, (spec, buffer) in enumerate(filled):
+
+    def encode(number: int, spec: BucketSpec, buffer: torch.Tensor) -> _Encoded:
         started = time.perf_counter()
         held = base.buffers[number][: spec.num_bytes]
         delta = encode_delta(spec, held.numpy(), buffer[: spec.num_bytes].numpy())
-        differences.append(None if delta is None else torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]]))
-        seconds += time.perf_counter() - started
-        buckets.append((spec, memory[number].copy_(buffer) if memory else buffer))
-    return WeightSnapshot(buckets, base.version, differences, seconds)
+        difference = None if delta is None else torch.cat([torch.from_numpy(delta), buffer[spec.num_bytes :]])
+        seconds = time.perf_counter() - started
+        return _Encoded((spec, memory[number].copy_(buffer) if memory else buffer), difference, seconds)
+
+    encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
+    begun: list[Future[_Encoded]] = []
+    try:
+        for number, bucket in enumerate(filled):
+            begun.append(encoders.submit(encode, number, *bucket))
+            if memory and len(begun) >= _MOST_BUCKETS:  # the next bucket overwrites this one
+                begun[-_MOST_BUCKETS].result()
+    finally:
+        encoders.shutdown(wait=False)
+
+    def finish() -> WeightSnapshot:
+        encoded = [one.result() for one in begun]
+        return WeightSnapshot(
+            [one.bucket for one in encoded],
+            base.version,
+            [one.difference for one in encoded],
+            sum(one.seconds for one in encoded),
+        )
+
+    return finish
+
+
+class _Encoded(NamedTuple):
+    bucket: tuple[BucketSpec, torch.Tensor]
+    difference: torch.Tensor | None
+    seconds: float

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +103,7 @@ def test_a_copy_that_a_late_joiner_reads_keeps_its_memory(source: Tensors, sende
 
 @pytest.fixture
 def encoder(source: Tensors) -> Iterator[WeightSender]:
-    sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY, encoding="delta")
+    sender = WeightSender(source, bucket_bytes=8, store=IN_MEMORY, encoding="delta")  # a bucket for each tensor
     yield sender
     sender.close()
 
@@ -121,7 +125,7 @@ def send(
     return dict(receiver.take())
 
 
-def test_differences_take_the_memory_of_the_version_that_they_are_to_and_one_bucket_more(
+def test_differences_take_the_memory_of_the_version_that_they_are_to_and_three_buckets_more(
     source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, group = joined(encoder, source)
@@ -141,7 +145,8 @@ def test_differences_take_the_memory_of_the_version_that_they_are_to_and_one_buc
     source.tensors["head"][3] += 1
     manifest = encoder.manifest(1, 1, "gloo")
     second = encoder.snapshot(manifest)
-    assert [spec.num_bytes for spec in taken] == [max(spec.num_bytes for spec in manifest.buckets)]
+    assert len(manifest.buckets) > 3, "buckets are overwritten"
+    assert [spec.num_bytes for spec in taken] == [max(spec.num_bytes for spec in manifest.buckets)] * 3
     assert second.base == (1, 0)
     assert addresses(second) == addresses(first)
     assert equal(send(encoder, second, manifest, receiver, group), source)
@@ -166,20 +171,49 @@ def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(
     assert equal(received(offer, source), before)
 
 
-def test_a_snapshot_that_was_begun_is_encoded_when_it_is_asked_for(
+def test_a_bucket_is_overwritten_only_once_its_difference_is_encoded(
     source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, group = joined(encoder, source)
     manifest = encoder.manifest(1, 0, "gloo")
-    send(encoder, encoder.begin_snapshot(manifest)(), manifest, receiver, group)
-    source.tensors["head"][3] += 1
-    begun = Tensors()
-    begun.tensors["head"][3] += 1
+    send(encoder, encoder.snapshot(manifest), manifest, receiver, group)
+    for tensor in source.tensors.values():
+        tensor += 1
+    encode, may_encode, begun = weight_snapshot.encode_delta, threading.Semaphore(0), []
+
+    def blocked(*arguments: Any) -> Any:
+        begun.append(arguments)
+        assert may_encode.acquire(timeout=TIMEOUT)
+        return encode(*arguments)
+
+    monkeypatch.setattr(weight_snapshot, "encode_delta", blocked)
+    gathered: list[int] = []
+    gather = source.gather
+    monkeypatch.setattr(encoder, "_gather", lambda names: gathered.append(len(names)) or gather(names))
     manifest = encoder.manifest(1, 1, "gloo")
-    with monkeypatch.context() as patched:
-        patched.setattr(weight_snapshot, "encode_delta", None)
-        take_snapshot = encoder.begin_snapshot(manifest)
-    source.tensors["head"] += 1
+    with ThreadPoolExecutor(1) as loop:
+        running = loop.submit(encoder.begin_snapshot, manifest)
+        eventually(lambda: len(gathered) == 3 and len(begun) == 2)
+        assert not wait_for([running], 0.2).done, "the loop waits for memory of a bucket"
+        may_encode.release(len(manifest.buckets))
+        take_snapshot = running.result(TIMEOUT)
+    sent = {name: tensor.clone() for name, tensor in source.tensors.items()}
+    source.tensors["head"] += 1  # the weights may change once all buckets are copied
     snapshot = take_snapshot()
-    assert snapshot.base == (1, 0)
-    assert equal(send(encoder, snapshot, manifest, receiver, group), begun)
+    arrived = send(encoder, snapshot, manifest, receiver, group)
+    assert snapshot.base == (1, 0) and all(arrived[name].equal(tensor) for name, tensor in sent.items())
+
+
+def test_an_encoder_that_fails_is_an_error_of_the_snapshot(
+    source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group = joined(encoder, source)
+    manifest = encoder.manifest(1, 0, "gloo")
+    send(encoder, encoder.snapshot(manifest), manifest, receiver, group)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(weight_snapshot, "encode_delta", fails)
+    with pytest.raises(MemoryError, match="no memory"):
+        encoder.snapshot(encoder.manifest(1, 1, "gloo"))

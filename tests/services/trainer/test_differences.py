@@ -24,7 +24,7 @@ def test_a_sampler_that_gets_differences_has_the_exported_weights(
     encode, encoders = weight_snapshot.encode_delta, set()
 
     def noted(*arguments: object) -> object:
-        encoders.add(threading.current_thread().name)
+        encoders.add(threading.current_thread().name.partition("_")[0])
         return encode(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(weight_snapshot, "encode_delta", noted)
@@ -37,7 +37,7 @@ def test_a_sampler_that_gets_differences_has_the_exported_weights(
     assert sampler.version == 4
     assert sampler.applied.keys() == exported.keys()
     assert all(sampler.applied[name].equal(tensor) for name, tensor in exported.items())
-    assert encoders == {"publish"}, "the loop waits for no encoder"
+    assert encoders == {"encode"}, "buckets are encoded while others are copied"
     for line in lines_of(recipe):
         assert 0 < line["weight_sent_bytes"] < line["weight_bytes"]
         assert line["weight_encode_seconds"] > 0
