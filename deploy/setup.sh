@@ -66,12 +66,15 @@ case $EXTRA in cpu | gpu) ;; *) die "EXTRA=$EXTRA is unknown; use EXTRA=cpu or E
 START=$SECONDS
 
 # --- the interpreter ----------------------------------------------------------------------------------------------
-fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1; }
+fits() {
+    "$1" -c 'import sys; sys.exit(sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info < (3, 13))' \
+        >/dev/null 2>&1
+}
 has_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
 
-# Prints the microseconds that a loop takes. An interpreter built without profile-guided optimization, as pyenv builds
-# it by default, takes 1.5 times as long, and much of what a run does is Python (benchmarks/step_cpu.py).
-LOOP='import time
+# Prints the microseconds of a loop. Interpreters that pyenv builds with its defaults, without profile-guided
+# optimization, take 1.5 times as long for it as Debian's, and much of what a run does is Python.
+LOOP='import ctypes, ssl, time
 class Row:
     def __init__(self, number): self.number = number
     def next(self): return self.number + 1
@@ -83,16 +86,17 @@ def loop():
     return time.perf_counter() - began
 print(int(1e6 * min(loop() for _ in range(5))))'
 
-# The interpreters that fit and have venv, a line each, in the order of PATH.
+# Prints the interpreters that fit and have venv, a line each: $PYTHON, or every python3, python3.11 and python3.12.
 fitting_pythons() {
-    local name path without_venv="" found=()
+    local name path file without_venv="" names found=()
     local -A seen=()
-    for name in ${PYTHON:-$(type -aP python3 python3.11 python3.12)}; do
+    mapfile -t names < <(if [ -n "${PYTHON:-}" ]; then echo "$PYTHON"; else type -aP python3 python3.11 python3.12; fi)
+    for name in "${names[@]}"; do
         fits "$name" || continue
         if ! has_venv "$name"; then without_venv=$name && continue; fi
-        path=$("$name" -c 'import sys; print(sys.executable)')
-        name=$(realpath "$path")
-        if [ -z "${seen[$name]:-}" ]; then seen[$name]=1 found+=("$path"); fi
+        path=$("$name" -c 'import sys; print(sys._base_executable)')
+        file=$("$name" -c 'import os, sys; print(os.path.realpath(sys._base_executable))')
+        if [ -z "${seen[$file]:-}" ]; then seen[$file]=1 found+=("$path"); fi
     done
     if [ ${#found[@]} -gt 0 ]; then printf '%s\n' "${found[@]}" && return; fi
     if [ -n "$without_venv" ]; then
@@ -103,22 +107,24 @@ fitting_pythons() {
         "install one, or set PYTHON=/path/to/it"
 }
 
-# The first of them, or the fastest if the first takes more than 1.2 times as long.
+# Prints the first of them, or the fastest if the first takes more than 1.2 times as long.
 choose_python() {
-    local found path took first fastest percent
+    local found path took first fastest percent=100
     local -A micros=()
     found=$(fitting_pythons) || exit # a subshell goes on after errors
     mapfile -t found <<<"$found"
     first=${found[0]} fastest=${found[0]}
     if [ ${#found[@]} -gt 1 ]; then
         for path in "${found[@]}" "${found[@]}" "${found[@]}"; do # in turns, because a machine changes its speed
-            took=$("$path" -c "$LOOP")
+            took=$("$path" -c "$LOOP" 2>/dev/null) && [[ $took =~ ^[0-9]+$ ]] || continue
             if [ "$took" -lt "${micros[$path]:-$((took + 1))}" ]; then micros[$path]=$took; fi
         done
-        for path in "${found[@]}"; do
+    fi
+    if [ -n "${micros[$first]:-}" ]; then
+        for path in "${!micros[@]}"; do
             if [ "${micros[$path]}" -lt "${micros[$fastest]}" ]; then fastest=$path; fi
         done
-        percent=$((micros[$first] * 100 / micros[$fastest]))
+        percent=$((${micros[$first]} * 100 / ${micros[$fastest]}))
         if [ "$percent" -le 120 ]; then fastest=$first; fi
     fi
     if [ "$fastest" != "$first" ]; then

@@ -1,7 +1,7 @@
 """Leaves out the allocation of cache blocks for a token that its request's last block has room for, on CPUs.
 
 vLLM goes through all of its block managers for every token of every request, to find most of the time that nothing
-is to be done: blocks have 32 tokens or more (benchmarks/step_cpu.py).
+is to be done: blocks have 16 tokens or more (benchmarks/step_cpu.py).
 """
 
 from __future__ import annotations

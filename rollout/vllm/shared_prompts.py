@@ -1,9 +1,9 @@
 """Computes a short prompt once for all rows of a group that vLLM starts in the same step on a CPU.
 
-vLLM shares prompts by whole blocks of its cache, which have up to 128 tokens, and only with prefix caching. A prompt
-that is not longer than a block has none to share, so each row would compute it. Here the first row does, and the rows
-that follow it compute only the prompt's last token, whose logits they need. In each layer the keys and values of the
-tokens before it are written to the blocks of these rows, too.
+vLLM shares prompts by whole blocks of its cache, which have up to 128 tokens, and without prefix caching none. So each
+row would compute a prompt that is not longer than a block, or, without caching, any prompt. Here the first row does,
+and the rows that follow it compute only the prompt's last token, whose logits they need. In each layer the keys and
+values of the tokens before it are written to the blocks of these rows, too.
 """
 
 from __future__ import annotations

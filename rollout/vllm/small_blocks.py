@@ -1,6 +1,6 @@
 """Blocks of 16 tokens for the KV cache on CPUs, for short sequences (benchmarks/cache_blocks.py).
 
-vLLM's blocks have multiples of 32 tokens, by default 128. Its attention reads 32 tokens at once, however few of them
+vLLM's blocks hold a multiple of 32 tokens, by default 128. Its attention reads 32 tokens at once, however few of them
 there are, and a key's elements lie as far apart as a block has tokens. For blocks of 16 it has a kernel that reads 16.
 """
 
@@ -29,7 +29,16 @@ def allow_small_blocks() -> None:
 
 
 def use_small_blocks(config: VllmConfig) -> None:
-    """Takes small blocks in place of vLLM's least, unless the model has other layers, whose sizes depend on it."""
+    """Takes small blocks in place of vLLM's least, unless the model has Mamba layers, MLA or a quantised cache, or the
+    processor has a kernel of its own (AMX for bfloat16, ARM): these need other sizes.
+    """
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
     model, cache = config.model_config, config.cache_config
-    if cache.block_size == LEAST_BLOCK_TOKENS and not model.is_hybrid and not model.use_mla:
+    if cache.block_size != LEAST_BLOCK_TOKENS or model.is_hybrid or model.use_mla:
+        return
+    if is_quantized_kv_cache(cache.cache_dtype):
+        return
+    if _get_attn_isa(model.dtype, cache.block_size, model.get_head_size()) in ("vec", "vec16"):
         cache.block_size = SMALL_BLOCK_TOKENS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -16,21 +18,45 @@ from tandem.protos.types import SamplingParameters
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments
 from tandem.rollout.vllm.launch import engine_config
-from tandem.rollout.vllm.small_blocks import allow_small_blocks
+from tandem.rollout.vllm.small_blocks import allow_small_blocks, use_small_blocks
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
 from tests.support.vllm_notes import note_copies
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
-@pytest.mark.parametrize(("longest", "tokens", "caches"), [(1, 16, False), (127, 16, False), (128, 128, True)])
-def test_short_sequences_have_small_blocks(tmp_path: Path, longest: int, tokens: int, caches: bool) -> None:
+
+AMX_BLOCK = 32 if torch.cpu._is_amx_tile_supported() else 16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "longest", "tokens", "caches"),
+    [
+        ("float32", 1, 16, False),
+        ("float32", 127, 16, False),
+        ("float32", 128, 128, True),
+        ("bfloat16", 127, AMX_BLOCK, False),
+    ],
+)
+def test_short_sequences_have_small_blocks(tmp_path: Path, dtype: str, longest: int, tokens: int, caches: bool) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    arguments = SamplerArguments(RolloutConfig(), str(build_tiny_model(tmp_path / "model")), "float32", longest, seed=0)
+    arguments = SamplerArguments(RolloutConfig(), str(build_tiny_model(tmp_path / "model")), dtype, longest, seed=0)
     cache = engine_config(arguments).cache_config
     assert (cache.block_size, cache.enable_prefix_caching) == (tokens, caches)
     allow_small_blocks()  # a second time changes nothing
     assert CPUAttentionBackend.supports_block_size(tokens) and not CPUAttentionBackend.supports_block_size(24)
+
+
+def test_what_needs_other_sizes_keeps_them() -> None:
+    def size(block: int = 32, cached: str = "auto", hybrid: bool = False, mla: bool = False) -> int:
+        model = SimpleNamespace(dtype=torch.float32, is_hybrid=hybrid, use_mla=mla, get_head_size=lambda: 64)
+        cache = SimpleNamespace(block_size=block, cache_dtype=cached)
+        use_small_blocks(cast("VllmConfig", SimpleNamespace(model_config=model, cache_config=cache)))
+        return cache.block_size
+
+    assert (size(), size(256), size(cached="fp8"), size(hybrid=True), size(mla=True)) == (16, 256, 32, 32, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
