@@ -27,6 +27,8 @@ HEADROOM = 1.1
 """Samplers are removed only down to this multiple of the number that keeps the trainer busy."""
 LEAST_GAIN = 0.25
 """An addition of samplers is useful if batches become faster by this share of what was expected."""
+LEAST_GROWTH = 1.25
+"""So many times as many samplers are wanted if the trainer waits although their number should keep it busy."""
 _IDLE_SCORERS, _BUSY_SCORERS = 0.3, 0.6  # reward services busier less than the one are removed down to the other
 
 
@@ -185,7 +187,8 @@ def _more_samplers(
         if gain < LEAST_GAIN * (number / state.trial.samplers - 1.0):
             faster = f"{number} samplers instead of {state.trial.samplers} changed the speed by {gain:+.0%}"
             return _no_change(current, f"{trainer}, but {faster}, so more of them would not help", now)
-    wanted = min(max(number + 1, math.ceil(rates.load)), 2 * number, options.max_samplers)
+    enough = number * LEAST_GROWTH if rates.load <= number else rates.load  # there is no load for waits at S = 0
+    wanted = min(max(number + 1, math.ceil(enough)), 2 * number, options.max_samplers)
     needs = (
         f"a batch takes the samplers {rates.sampler_seconds:.1f} s together and the trainer {rates.work_seconds:.1f} s"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.services.config.recipe import AutoscaleConfig
@@ -130,6 +130,7 @@ def test_a_decision_is_within_the_bounds_and_at_most_a_factor_of_two(
 
 
 @given(rings, option_sets, st.integers(1, 64))
+@example(Ring(2.0, 17.0, synchronous=True), OPTIONS.model_copy(update={"max_samplers": 26, "sampler_idle": 0.75}), 1)
 def test_a_constant_ring_comes_to_rest(ring: Ring, options: AutoscaleConfig, samplers: int) -> None:
     decisions = run_policy(ring, options, samplers)
     assert not any(decision.is_change for decision in decisions[20:]), [d.reason for d in decisions if d.is_change]
