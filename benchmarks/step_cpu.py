@@ -5,11 +5,10 @@
 
 The first version is this checkout with the demo's recipe. The second one has the overrides, and with --checkout the
 code and the interpreter of another folder, such as one of `git worktree add`, which has its own `.venv` (`make setup`;
-`PYTHON=` chooses the interpreter). Both train at the
-same time with the same model and data, so what else the machine does slows both. In each round both train 80 batches;
-those in which either of them starts or ends do not count. A ratio is the second version's processor time over the first
-one's in a round, and the record has medians over the rounds. Seconds a step say little here, since both share the
-cores.
+`PYTHON=` chooses the interpreter). Both train at the same time with the same model and data, so what else the machine
+does slows both. In each round both train 80 batches; those in which either of them starts or ends do not count. A ratio
+is the second version's processor time over the first one's in a round, and the record has medians over the rounds.
+Seconds a step say little here, since both share the cores.
 """
 
 from __future__ import annotations

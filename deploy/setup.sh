@@ -3,7 +3,7 @@
 #
 #   deploy/setup.sh          what `make setup` (and every target that needs .venv) calls
 #   EXTRA=gpu                CUDA vLLM instead of the CPU build; versions then come from pyproject.toml's ranges
-#   PYTHON=/path/to/python   the interpreter to build on; else a python3, python3.11 or python3.12 of PATH
+#   PYTHON=/path/to/python   the interpreter to build on; else the first that fits in PATH, or a much faster one
 #   deploy/setup.sh --lock   rewrites constraints-cpu.txt from a fresh install of pyproject.toml's ranges (`make lock`)
 set -euo pipefail
 

@@ -36,7 +36,7 @@ class WeightSnapshot:
 
 
 def few_buckets(buckets: Sequence[BucketSpec]) -> tuple[torch.Tensor, ...]:
-    """Memory of `_MOST_BUCKETS` of the largest bucket, in which each one overwrites an earlier one."""
+    """Memory for `_MOST_BUCKETS` buckets of the largest size, in which later buckets overwrite earlier ones."""
     largest = max(buckets, key=lambda spec: spec.num_bytes)
     memory = [empty_bucket(largest, torch.device("cpu")) for _ in range(min(_MOST_BUCKETS, len(buckets)))]
     return tuple(memory[number % len(memory)][: spec.num_bytes + DIGEST_BYTES] for number, spec in enumerate(buckets))

@@ -187,7 +187,7 @@ def _more_samplers(
         if gain < LEAST_GAIN * (number / state.trial.samplers - 1.0):
             faster = f"{number} samplers instead of {state.trial.samplers} changed the speed by {gain:+.0%}"
             return _no_change(current, f"{trainer}, but {faster}, so more of them would not help", now)
-    enough = number * LEAST_GROWTH if rates.load <= number else rates.load  # there is no load for waits at S = 0
+    enough = number * LEAST_GROWTH if rates.load <= number else rates.load  # the load leaves out the waits of S = 0
     wanted = min(max(number + 1, math.ceil(enough)), 2 * number, options.max_samplers)
     needs = (
         f"a batch takes the samplers {rates.sampler_seconds:.1f} s together and the trainer {rates.work_seconds:.1f} s"

@@ -125,14 +125,20 @@ def send(
     return dict(receiver.take())
 
 
-def test_differences_take_the_memory_of_the_version_that_they_are_to_and_three_buckets_more(
-    source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_first_version(encoder: WeightSender, source: Tensors) -> tuple[StagedReceiver, str, WeightSnapshot]:
+    """A receiver that has a first version, its group, and that version's snapshot."""
     receiver, group = joined(encoder, source)
     manifest = encoder.manifest(1, 0, "gloo")
     first = encoder.snapshot(manifest)
-    assert (first.base, list(first.differences)) == (None, [])
     send(encoder, first, manifest, receiver, group)
+    return receiver, group, first
+
+
+def test_differences_take_the_memory_of_the_version_that_they_are_to_and_three_buckets_more(
+    source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group, first = with_first_version(encoder, source)
+    assert (first.base, list(first.differences)) == (None, [])
 
     taken: list[BucketSpec] = []
 
@@ -156,10 +162,7 @@ def test_differences_take_the_memory_of_the_version_that_they_are_to_and_three_b
 def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(
     source: Tensors, encoder: WeightSender
 ) -> None:
-    receiver, group = joined(encoder, source)
-    manifest = encoder.manifest(1, 0, "gloo")
-    first = encoder.snapshot(manifest)
-    send(encoder, first, manifest, receiver, group)
+    receiver, group, first = with_first_version(encoder, source)
     before = Tensors()
     offer = encoder.start_copy("127.0.0.1", 1, TIMEOUT)
     source.tensors["head"][3] += 1
@@ -174,9 +177,7 @@ def test_differences_to_a_copy_that_a_late_joiner_reads_leave_it_as_it_is(
 def test_a_bucket_is_overwritten_only_once_its_difference_is_encoded(
     source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, group = joined(encoder, source)
-    manifest = encoder.manifest(1, 0, "gloo")
-    send(encoder, encoder.snapshot(manifest), manifest, receiver, group)
+    receiver, group, _ = with_first_version(encoder, source)
     for tensor in source.tensors.values():
         tensor += 1
     encode, may_encode, begun = weight_snapshot.encode_delta, threading.Semaphore(0), []
@@ -207,9 +208,7 @@ def test_a_bucket_is_overwritten_only_once_its_difference_is_encoded(
 def test_an_encoder_that_fails_is_an_error_of_the_snapshot(
     source: Tensors, encoder: WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, group = joined(encoder, source)
-    manifest = encoder.manifest(1, 0, "gloo")
-    send(encoder, encoder.snapshot(manifest), manifest, receiver, group)
+    with_first_version(encoder, source)
 
     def fails(*_: object) -> None:
         raise MemoryError("no memory")
