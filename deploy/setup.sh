@@ -15,6 +15,8 @@ LOG=$VENV/setup.log
 PIP_VERSION=26.3
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
+trap 'exit 130' INT # pip exits by itself on Ctrl-C, and bash would go on where a failure is allowed
+
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 

@@ -75,6 +75,7 @@ case "$*" in
 *_base_executable*) echo "$0" ;;
 *perf_counter*) echo "${0%/*}" >>"$TRACE.timed" && /bin/cat "${0%/*}/microseconds" ;;
 "-m venv "*) /bin/mkdir -p "$3/bin" "$3/lib/site" && /bin/cp "$0" "$3/bin/python" ;;
+*"install --progress-bar off pip=="*"$INTERRUPTED") kill -INT $PPID; exit 1 ;;
 *"install --progress-bar off pip=="*) /bin/mkdir -p "$here/lib/site/triton-9.9.dist-info" ;;
 *sysconfig*) echo "$here/lib/site" ;;
 *libnuma*) [ -e "$here/lib/libnuma.so.1" ] ;;
@@ -135,9 +136,17 @@ class Machine:
     def setup(self, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         """Runs `make setup`; returns its result and the sorted names of the commands it started."""
         self.trace.write_text("")
-        surroundings = {"PATH": str(self.bin), "TRACE": str(self.trace), "OFFLINE": "", "LACKING": "-", **environment}
+        surroundings = {
+            "PATH": str(self.bin),
+            "TRACE": str(self.trace),
+            "OFFLINE": "",
+            "LACKING": "-",
+            "INTERRUPTED": "-",
+        }
         command = [self.bin / "make", "-C", self.checkout, "--no-print-directory", "setup"]
-        done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=surroundings | environment, capture_output=True, text=True, timeout=60, check=False
+        )
         started = [line.split()[0] for line in self.trace.read_text().splitlines()]
         return done, sorted(started)
 
@@ -235,6 +244,13 @@ def test_a_library_that_cannot_be_fetched_is_reported_with_its_package(machine: 
     assert line.endswith(
         "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
     )
+    done, _ = machine.setup()
+    assert done.returncode == 0 and "did not finish; starting afresh" in done.stdout
+
+
+def test_ctrl_c_ends_the_set_up_also_where_a_failure_is_allowed(machine: Machine) -> None:
+    done, _ = machine.setup(INTERRUPTED="")
+    assert done.returncode != 0 and "ready in" not in done.stdout and "setup: " not in done.stderr
     done, _ = machine.setup()
     assert done.returncode == 0 and "did not finish; starting afresh" in done.stdout
 
