@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,13 +97,13 @@ def test_weights_are_copied_beside_the_next_batch_unless_ranks_share_them(
 ) -> None:
     recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer={"zero_stage": stage})
     put_scored(make_run(redis_url, recipe), different_rewards(2 * P))
-    original, threads = WeightSender.snapshot, []
+    original, threads = WeightSender.begin_snapshot, []
 
-    def noted(self: WeightSender, manifest: WeightManifest) -> WeightSnapshot:
+    def noted(self: WeightSender, manifest: WeightManifest) -> Callable[[], WeightSnapshot]:
         threads.append(threading.current_thread().name)
         return original(self, manifest)
 
-    monkeypatch.setattr(WeightSender, "snapshot", noted)
+    monkeypatch.setattr(WeightSender, "begin_snapshot", noted)
     assert train(recipe, redis_url)
     assert threads == [thread] * 3
 
