@@ -99,7 +99,7 @@ class Completion:
     mask: SamplingMask | None = None
     """Of these tokens, if `SamplingParameters.records_mask`."""
     num_cached: int = 0
-    """Tokens of the prompt that the engine had in its cache."""
+    """Tokens of the prompt that the engine had in its cache, or that another row computed."""
 
 
 class TransferProgress(TypedDict):

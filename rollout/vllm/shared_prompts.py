@@ -1,9 +1,9 @@
-"""Computes a short prompt once for all rows of a group that vLLM starts in the same step on a CPU.
+"""Computes a prompt once for all rows of a group that vLLM starts in the same step on a CPU.
 
-vLLM shares prompts by whole blocks of its cache, which have up to 128 tokens, and without prefix caching none. So each
-row would compute a prompt that is not longer than a block, or, without caching, any prompt. Here the first row does,
-and the rows that follow it compute only the prompt's last token, whose logits they need. In each layer the keys and
-values of the tokens before it are written to the blocks of these rows, too.
+vLLM shares a prompt by whole blocks of its cache, which have up to 128 tokens, and without prefix caching not at all,
+so each row would compute the rest. Here the first row does, and the rows behind it compute only the prompt's last
+token, whose logits they need. In each layer the keys and values of the rest are written to the blocks of these rows,
+too. vLLM allocates the blocks as it does for tokens that a connector loads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,56 +39,79 @@ def plain_block_tokens(config: VllmConfig, cache: KVCacheConfig) -> int:
     return specs[0].block_size
 
 
-def longest_shared_prompt(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """The tokens of the longest prompt that is computed once here: what vLLM does not share itself; 0 for none."""
-    block_tokens = plain_block_tokens(config, cache)
-    if not block_tokens or config.cache_config.enable_prefix_caching:
-        return block_tokens
-    return int(config.model_config.max_model_len)
-
-
 def schedule_prompts_once(scheduler: Scheduler) -> None:
     """Makes the scheduler take the prompt of a waiting row for computed, except for its last token, if the row before
     it has the same one. Rows start in their order, so that the rows of a step that have this prompt begin with one
     that computes it.
     """
-    longest = longest_shared_prompt(scheduler.vllm_config, scheduler.kv_cache_config)
-    if not longest:
+    block_tokens = plain_block_tokens(scheduler.vllm_config, scheduler.kv_cache_config)
+    if not block_tokens:
         return
-    schedule = scheduler.schedule
+    manager = scheduler.kv_cache_manager
+    schedule, get_computed_blocks, allocate = scheduler.schedule, manager.get_computed_blocks, manager.allocate_slots
+    following: set[str] = set()
+    """Rows whose prompt another row computes if they start in this step."""
 
     @functools.wraps(schedule)
     def share(throttle_prefills: bool = False) -> SchedulerOutput:
-        for request in followers(scheduler.waiting, longest):
-            request.num_computed_tokens = request.num_prompt_tokens - 1
+        following.update(request.request_id for request in followers(scheduler.waiting))
         try:
             return schedule(throttle_prefills)
         finally:
-            for request in scheduler.waiting:  # the rows with their prompt have started, so the next one computes it
-                request.num_computed_tokens = 0
+            following.clear()  # the rows with their prompt have started, so the next one computes it
+
+    @functools.wraps(get_computed_blocks)
+    def get_more_computed(request: Request) -> tuple[KVCacheBlocks, int, int]:
+        blocks, num_tokens, boundary = get_computed_blocks(request)
+        if request.request_id in following:
+            num_tokens = request.num_prompt_tokens - 1
+        return blocks, num_tokens, boundary
+
+    @functools.wraps(allocate)
+    def allocate_slots(
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        **others: int,
+    ) -> KVCacheBlocks | None:
+        if request.request_id in following:
+            assert new_computed_blocks is not None
+            found = block_tokens * len(new_computed_blocks.blocks[0])
+            others["num_external_computed_tokens"] = num_new_computed_tokens - found
+            num_new_computed_tokens = found
+        return allocate(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **others)
 
     scheduler.schedule = share  # type: ignore[method-assign]
+    manager.get_computed_blocks = get_more_computed  # type: ignore[method-assign]
+    manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
 
 
-def followers(waiting: Iterable[Request], longest: int) -> list[Request]:
-    """Rows that have not begun, and whose prompt of 2 to `longest` tokens is that of such a row just before them."""
+def followers(waiting: Iterable[Request]) -> list[Request]:
+    """Rows that have not begun, and whose prompt of two tokens and more is that of such a row just before them. The
+    salts are the same, too, so that the cache has for the row what it has for the one before.
+    """
     found = []
-    prompt: Sequence[int] | None = None
+    before: Request | None = None
     for request in waiting:
         if request.num_output_tokens:  # preempted
-            prompt = None
-        elif prompt is not None and 1 < len(prompt) <= longest and request.prompt_token_ids == prompt:
+            before = None
+        elif before is not None and request.num_prompt_tokens > 1 and _prompt(request) == _prompt(before):
             found.append(request)
         else:
-            prompt = request.prompt_token_ids
+            before = request
     return found
+
+
+def _prompt(request: Request) -> tuple[object, object]:
+    return request.cache_salt, request.prompt_token_ids
 
 
 def copy_prompts(worker: WorkerBase) -> None:
     """Makes the worker write the keys and values of a prompt to the blocks of all rows that start with it."""
     runner = cast("GPUModelRunner", worker.model_runner)
     block_tokens = plain_block_tokens(worker.vllm_config, runner.kv_cache_config)
-    if not (longest := longest_shared_prompt(worker.vllm_config, runner.kv_cache_config)):
+    if not block_tokens:
         return
     copies: list[torch.Tensor] = []
     """Of the step's tokens, those to copy, and their slots in the cache. Empty if nothing is to be copied."""
@@ -97,7 +121,7 @@ def copy_prompts(worker: WorkerBase) -> None:
     def prepare(scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int64]) -> object:
         prepared = prepare_inputs(scheduler_output, num_scheduled_tokens)
         starts = dict(zip(runner.input_batch.req_ids, runner.query_start_loc.np.tolist(), strict=False))
-        sources, slots = copied_tokens(scheduler_output.scheduled_new_reqs, starts, block_tokens, longest)
+        sources, slots = copied_tokens(scheduler_output.scheduled_new_reqs, starts, block_tokens)
         copies[:] = [torch.tensor(sources), torch.tensor(slots)] if sources else []
         return prepared
 
@@ -117,7 +141,7 @@ def copy_prompts(worker: WorkerBase) -> None:
 
 
 def copied_tokens(
-    rows: Sequence[NewRequestData], starts: dict[str, int], block_tokens: int, longest: int
+    rows: Sequence[NewRequestData], starts: dict[str, int], block_tokens: int
 ) -> tuple[list[int], list[int]]:
     """For the rows that start in a step: tokens of the step that are copied, and the slots that they are copied to.
     `starts`: where the tokens of a row begin.
@@ -126,13 +150,17 @@ def copied_tokens(
     slots: list[int] = []
     computing: NewRequestData | None = None
     for row in rows:
-        if not 0 < row.num_computed_tokens < longest:  # more are of vLLM's own shared blocks
+        assert row.prompt_token_ids is not None
+        end = len(row.prompt_token_ids) - 1
+        follows = computing is not None and computing.prompt_token_ids == row.prompt_token_ids
+        if computing is None or not follows or row.num_computed_tokens != end:
+            assert row.num_computed_tokens % block_tokens == 0, "vLLM shares whole blocks, a row computes the rest"
             computing = row
             continue
-        assert computing is not None and computing.prompt_token_ids == row.prompt_token_ids, "a row computes the prompt"
-        first, (blocks,) = starts[computing.req_id], row.block_ids
-        sources += range(first, first + row.num_computed_tokens)
-        for start in range(0, row.num_computed_tokens, block_tokens):
-            slot = blocks[start // block_tokens] * block_tokens
-            slots += range(slot, slot + min(block_tokens, row.num_computed_tokens - start))
+        (blocks,), (computed,) = row.block_ids, computing.block_ids
+        shared = next(place for place in range(len(blocks)) if blocks[place] != computed[place])
+        begin = max(shared * block_tokens, computing.num_computed_tokens)
+        first = starts[computing.req_id] - computing.num_computed_tokens
+        sources += range(first + begin, first + end)
+        slots += [blocks[place // block_tokens] * block_tokens + place % block_tokens for place in range(begin, end)]
     return sources, slots

@@ -141,7 +141,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     # Samplers.
     _counter("rollout", "sampler_sampled_tokens", "sampled_tokens", "Tokens that were sampled."),
-    _counter("rollout", "sampler_cached_tokens", "cached_tokens", "Tokens of prompts that were in the engine's cache."),
+    _counter(
+        "rollout",
+        "sampler_cached_tokens",
+        "cached_tokens",
+        "Tokens of prompts that were in the engine's cache, or that another row of the group computed.",
+    ),
     _counter(
         "rollout", "sampler_resumed_tokens", "resumed_tokens", "Tokens of unfinished answers that were continued."
     ),

@@ -106,17 +106,22 @@ def _attended(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_groups_with_prompts_of_several_blocks_are_sampled_as_each_row_alone(tmp_path: Path) -> None:
-    """More rows than the cache holds, so that some are preempted."""
+@pytest.mark.parametrize(("longest", "block", "cache"), [(120, 16, 1 << 20), (400, 128, 4 << 20)])
+def test_groups_with_prompts_of_several_blocks_are_sampled_as_each_row_alone(
+    tmp_path: Path, longest: int, block: int, cache: int
+) -> None:
+    """More rows than the cache holds, so that some are preempted. Blocks of 128 are those of a prefix cache."""
     folder = build_tiny_model(tmp_path / "model", hidden=64, layers=3)
-    config = RolloutConfig(engine="vllm", kv_cache_bytes=1 << 20, max_groups_in_flight=8, samples_per_prompt=8)
+    config = RolloutConfig(engine="vllm", kv_cache_bytes=cache, max_groups_in_flight=8, samples_per_prompt=8)
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = [[10 + (7 * number + place) % 80 for place in range(2 + 15 * number)] for number in range(7)]
+    lengths = [2 + 15 * number for number in range(7)] if block == 16 else [17, 128, 129, 130, 256, 257, 300]
+    prompts = [[10 + (7 * number + place) % 80 for place in range(size)] for number, size in enumerate(lengths)]
     few = SamplingParameters(max_tokens=20)
-    arguments = SamplerArguments(config, str(folder), "float32", max_model_tokens=120, seed=3)
+    arguments = SamplerArguments(config, str(folder), "float32", max_model_tokens=longest, seed=3)
     with EngineProcess(arguments, partial(note_copies, tmp_path / "copies")) as engine:
         engine.call("sample", prompts[-1], 4, few, key="first")
-        assert (tmp_path / "copies").read_text().split()[0] == str(3 * (len(prompts[-1]) - 1))
+        shared = 0 if block == 16 else (lengths[-1] - 1) // block * block
+        assert (tmp_path / "copies").read_text().split()[0] == str(3 * (lengths[-1] - 1 - shared))
         crowd = [engine.submit("sample", prompt, 8, few, key=str(number)) for number, prompt in enumerate(prompts)]
         for number, (prompt, rows) in enumerate(zip(prompts, [one.result(60) for one in crowd], strict=True)):
             alone = engine.call("sample_one", prompt, few, trajectory_id=5, key=str(number))
