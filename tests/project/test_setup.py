@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tomllib
 from collections import Counter
@@ -249,7 +250,11 @@ def test_a_library_that_cannot_be_fetched_is_reported_with_its_package(machine: 
 
 
 def test_ctrl_c_ends_the_set_up_also_where_a_failure_is_allowed(machine: Machine) -> None:
-    done, _ = machine.setup(INTERRUPTED="")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background bash would ignore it
+    try:
+        done, _ = machine.setup(INTERRUPTED="")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.returncode != 0 and "ready in" not in done.stdout and "setup: " not in done.stderr
     done, _ = machine.setup()
     assert done.returncode == 0 and "did not finish; starting afresh" in done.stdout
