@@ -1,14 +1,14 @@
-"""Measures the processor time of each service for a step of the demo, in two versions at once, and writes JSON.
+"""Measures the processor time of each service for a step of training, in two versions at once, and writes JSON.
 
-    python benchmarks/step_cpu.py [--checkout FOLDER] [--override KEY=VALUE ...] [--rounds 3]
+    python benchmarks/step_cpu.py [--workload demo] [--checkout FOLDER] [--override KEY=VALUE ...] [--rounds 3]
         [--output benchmarks/records/step_cpu.json]
 
-The first version is this checkout with the demo's recipe. The second one has the overrides, and with --checkout the
-code and the interpreter of another folder, such as one of `git worktree add`, which has its own `.venv` (`make setup`;
-`PYTHON=` chooses the interpreter). Both train at the same time with the same model and data, so what else the machine
-does slows both. In each round both train 80 batches; those in which either of them starts or ends do not count. A ratio
-is the second version's processor time over the first one's in a round, and the record has medians over the rounds.
-Seconds a step say little here, since both share the cores.
+The workloads are those of benchmarks/against_trl.py. The first version is this checkout. The second one has the
+overrides, and with --checkout the code and the interpreter of another folder, such as one of `git worktree add`, which
+has its own `.venv` (`make setup`; `PYTHON=` chooses the interpreter). Both train at the same time with the same model
+and data, so what else the machine does slows both. In each round both train 80 batches; those in which either of them
+starts or ends do not count. A ratio is the second version's processor time over the first one's in a round, and the
+record has medians over the rounds. Seconds a step say little here, since both share the cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.against_trl import demo_recipe, prepare_demo  # noqa: E402
+from benchmarks.against_trl import WORKLOADS  # noqa: E402
 from benchmarks.process_usage import kind_of  # noqa: E402
 from benchmarks.sampler_before import commit_of  # noqa: E402
 from tandem.services.config import dump_recipe  # noqa: E402
@@ -44,6 +44,7 @@ SIDES = ("first", "second")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workload", choices=WORKLOADS, default="demo")
     parser.add_argument("--checkout", type=Path, default=ROOT)
     parser.add_argument("--override", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=3)
@@ -51,17 +52,20 @@ def main() -> int:
     arguments = parser.parse_args()
     rounds = []
     with tempfile.TemporaryDirectory(prefix="tandem-step-cpu-") as scratch:
-        made = prepare_demo(Path(scratch))
+        recipe = Path(scratch) / "recipe.json"
+        recipe.write_text(dump_recipe(WORKLOADS[arguments.workload].prepare(Path(scratch) / "made", BATCHES)))
         for number in range(arguments.rounds):
             with ExitStack() as stack:
-                first = stack.enter_context(Run(Path(scratch) / f"{number}-first", made, ROOT, []))
+                first = stack.enter_context(Run(Path(scratch) / f"{number}-first", recipe, ROOT, []))
                 second = stack.enter_context(
-                    Run(Path(scratch) / f"{number}-second", made, arguments.checkout.resolve(), arguments.override)
+                    Run(Path(scratch) / f"{number}-second", recipe, arguments.checkout.resolve(), arguments.override)
                 )
                 rounds.append(dict(zip(SIDES, _measured(first, second), strict=True)))
             print(f"round {number + 1}, milliseconds a step: {json.dumps(rounds[-1])}", flush=True)
     ratios = [sum(one["second"].values()) / sum(one["first"].values()) for one in rounds]
     other = "" if arguments.checkout == ROOT else " --checkout FOLDER"
+    if arguments.workload != "demo":
+        other = f" --workload {arguments.workload}{other}"
     record = {
         "command": f"python benchmarks/step_cpu.py{other} --rounds {arguments.rounds}",
         "first": {"python": _python_of(ROOT)},
@@ -83,18 +87,16 @@ def main() -> int:
 class Run:
     """A training run of one version, from its start until `with` ends it."""
 
-    def __init__(self, folder: Path, made: Path, checkout: Path, overrides: Sequence[str]) -> None:
-        self.folder = folder
-        self._recipe = folder.with_suffix(".json")
-        self._recipe.write_text(dump_recipe(demo_recipe(folder, made, BATCHES)))
-        self._checkout, self._overrides = checkout, overrides
+    def __init__(self, folder: Path, recipe: Path, checkout: Path, overrides: Sequence[str]) -> None:
+        self.folder, self._recipe, self._checkout = folder, recipe, checkout
+        self._overrides = [f"run.folder={folder}", "trainer.export_every=0", *overrides]
 
     def __enter__(self) -> Run:
         left_out = ("OMP_NUM_THREADS", "RAY_ADDRESS")
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment |= {"PYTHONPATH": str(self._checkout), "TANDEM_REDIS_URL": ""}
         python = self._checkout / ".venv" / "bin" / "python"
-        command = [python, "-m", "tandem.services.cli", "run", self._recipe, "trainer.export_every=0", *self._overrides]
+        command = [python, "-m", "tandem.services.cli", "run", self._recipe, *self._overrides]
         with self.folder.with_suffix(".log").open("w") as log:
             self._process = subprocess.Popen(
                 command, env=environment, cwd=self._checkout, stdout=log, stderr=subprocess.STDOUT
