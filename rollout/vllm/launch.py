@@ -79,7 +79,8 @@ def engine_arguments(arguments: SamplerArguments) -> AsyncEngineArgs:
         **({"ir_op_priority": PRIORITY} if on_cpu else {}),
         max_num_seqs=max_sequences,
         # Chunked prefill is off on CPUs. For a chunk whose token is discarded, vLLM rewinds the random generator, which
-        # a CPU generator does not support, so a preempted seeded request would crash the engine.
+        # a CPU generator does not support, so a preempted seeded request would crash the engine. The first row of a
+        # group also computes the whole prompt in one step (shared_prompts.py).
         enable_chunked_prefill=False if on_cpu else None,
         block_size=block_tokens,
         # Rows of a group share its prompt without this, and such short sequences have little else to share.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -47,6 +48,7 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
     block_tokens = plain_block_tokens(scheduler.vllm_config, scheduler.kv_cache_config)
     if not block_tokens:
         return
+    assert not scheduler.scheduler_config.enable_chunked_prefill, "a row computes its whole prompt in one step"
     manager = scheduler.kv_cache_manager
     schedule, get_computed_blocks, allocate = scheduler.schedule, manager.get_computed_blocks, manager.allocate_slots
     following: set[str] = set()
@@ -56,7 +58,11 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
     def share(throttle_prefills: bool = False) -> SchedulerOutput:
         following.update(request.request_id for request in followers(scheduler.waiting))
         try:
-            return schedule(throttle_prefills)
+            output = schedule(throttle_prefills)
+            for before, row in pairwise([None, *output.scheduled_new_reqs]):
+                follows = before is not None and before.prompt_token_ids == row.prompt_token_ids
+                assert follows or row.req_id not in following, "a row starts behind the one that computes its prompt"
+            return output
         finally:
             following.clear()  # the rows with their prompt have started, so the next one computes it
 
@@ -64,7 +70,7 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
     def get_more_computed(request: Request) -> tuple[KVCacheBlocks, int, int]:
         blocks, num_tokens, boundary = get_computed_blocks(request)
         if request.request_id in following:
-            num_tokens = request.num_prompt_tokens - 1
+            num_tokens = request.num_prompt_tokens - 1  # more than is in the blocks: `allocate_slots` adds others
         return blocks, num_tokens, boundary
 
     @functools.wraps(allocate)
@@ -73,14 +79,15 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
-        **others: int,
+        **others: object,
     ) -> KVCacheBlocks | None:
         if request.request_id in following:
             assert new_computed_blocks is not None
             found = block_tokens * len(new_computed_blocks.blocks[0])
             others["num_external_computed_tokens"] = num_new_computed_tokens - found
             num_new_computed_tokens = found
-        return allocate(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **others)
+        computed = num_new_computed_tokens, new_computed_blocks
+        return allocate(request, num_new_tokens, *computed, **others)  # type: ignore[arg-type]
 
     scheduler.schedule = share  # type: ignore[method-assign]
     manager.get_computed_blocks = get_more_computed  # type: ignore[method-assign]
@@ -88,13 +95,13 @@ def schedule_prompts_once(scheduler: Scheduler) -> None:
 
 
 def followers(waiting: Iterable[Request]) -> list[Request]:
-    """Rows that have not begun, and whose prompt of two tokens and more is that of such a row just before them. The
-    salts are the same, too, so that the cache has for the row what it has for the one before.
+    """Rows that have not begun, and whose prompt of two tokens and more is that of such a row just before them. Their
+    salts are the same, too. So they may both read the cache or not, and it has for one what it has for the other.
     """
     found = []
     before: Request | None = None
     for request in waiting:
-        if request.num_output_tokens:  # preempted
+        if request.num_preemptions:
             before = None
         elif before is not None and request.num_prompt_tokens > 1 and _prompt(request) == _prompt(before):
             found.append(request)

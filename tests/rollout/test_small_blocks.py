@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import Qwen2ForCausalLM
 
-from tandem.protos.types import SamplingParameters
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments
 from tandem.rollout.vllm.launch import engine_config
 from tandem.rollout.vllm.small_blocks import allow_small_blocks, use_small_blocks
-from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
-from tests.support.vllm_notes import note_copies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,33 +97,3 @@ def _attended(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     found = functional.scaled_dot_product_attention(*states, attn_mask=seen, scale=0.2, enable_gqa=True)
     return found[0].transpose(0, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("longest", "block", "cache"), [(120, 16, 1 << 20), (400, 128, 4 << 20)])
-def test_groups_with_prompts_of_several_blocks_are_sampled_as_each_row_alone(
-    tmp_path: Path, longest: int, block: int, cache: int
-) -> None:
-    """More rows than the cache holds, so that some are preempted. Blocks of 128 are those of a prefix cache."""
-    folder = build_tiny_model(tmp_path / "model", hidden=64, layers=3)
-    config = RolloutConfig(engine="vllm", kv_cache_bytes=cache, max_groups_in_flight=8, samples_per_prompt=8)
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    lengths = [2 + 15 * number for number in range(7)] if block == 16 else [17, 128, 129, 130, 256, 257, 300]
-    prompts = [[10 + (7 * number + place) % 80 for place in range(size)] for number, size in enumerate(lengths)]
-    few = SamplingParameters(max_tokens=20)
-    arguments = SamplerArguments(config, str(folder), "float32", max_model_tokens=longest, seed=3)
-    with EngineProcess(arguments, partial(note_copies, tmp_path / "copies")) as engine:
-        engine.call("sample", prompts[-1], 4, few, key="first")
-        shared = 0 if block == 16 else (lengths[-1] - 1) // block * block
-        assert (tmp_path / "copies").read_text().split()[0] == str(3 * (lengths[-1] - 1 - shared))
-        crowd = [engine.submit("sample", prompt, 8, few, key=str(number)) for number, prompt in enumerate(prompts)]
-        for number, (prompt, rows) in enumerate(zip(prompts, [one.result(60) for one in crowd], strict=True)):
-            alone = engine.call("sample_one", prompt, few, trajectory_id=5, key=str(number))
-            assert alone.segments[0].ids.tolist() == rows[5].segments[0].ids.tolist()
-            for row in rows:
-                (segment,) = row.segments
-                ids = torch.tensor(segment.ids, dtype=torch.long)
-                with torch.inference_mode():
-                    logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-                chosen = logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :, 0].numpy()
-                assert np.abs(chosen - segment.behavior_logprobs[len(prompt) :]).mean() <= 1e-5

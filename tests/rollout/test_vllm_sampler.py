@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +21,7 @@ from tandem.protos.types import SamplingParameters, Segment
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine, remove_leftovers
 from tandem.rollout.segments import first_tokens
-from tandem.rollout.vllm import replaced_modules, shared_prompts
+from tandem.rollout.vllm import replaced_modules
 from tandem.services.buffer.store_source import redis_store
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
@@ -122,60 +121,6 @@ def check_that_a_killed_process_fails_requests_and_checks(engine: EngineProcess)
         engine.call("check")
     with pytest.raises(UnavailableError):
         engine.call("sample", PROMPT, 1, SamplingParameters())
-
-
-def waiting(name: str, prompt: list[int], sampled: int = 0, salt: str = "0:0") -> Any:
-    """A request that vLLM's scheduler has not begun, or preempted."""
-    return SimpleNamespace(
-        request_id=name,
-        prompt_token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        num_output_tokens=sampled,
-        cache_salt=salt,
-    )
-
-
-def test_only_rows_just_behind_one_with_their_prompt_and_salt_follow_it() -> None:
-    rows = [waiting("a", [1, 2]), waiting("b", [1, 2]), waiting("c", [1, 2], 3), waiting("d", [1, 2])]
-    rows += [waiting("e", [1, 2]), waiting("f", [3]), waiting("g", [3]), waiting("h", [5] * 900)]
-    rows += [waiting("i", [5] * 900), waiting("j", [5] * 900, salt="0:1"), waiting("k", [5] * 900, salt="0:1")]
-    found = [row.request_id for row in shared_prompts.followers(rows)]
-    assert found == ["b", "e", "i", "k"], "not behind a preempted row, nor with a prompt of one token"
-
-
-def started(name: str, prompt: list[int], *blocks: int, computed: int = 0) -> Any:
-    """What vLLM's worker is told of a row that starts in these blocks."""
-    return SimpleNamespace(req_id=name, prompt_token_ids=prompt, num_computed_tokens=computed, block_ids=([*blocks],))
-
-
-def test_tokens_of_a_prompt_are_copied_to_the_blocks_of_the_rows_that_follow() -> None:
-    long, prompt = list(range(10)), [1, 2, 3]
-    rows = [started("a", long, 0, 1, computed=8), started("b", prompt, 3), started("c", prompt, 5, computed=2)]
-    rows += [started("d", prompt, 7, computed=2), started("e", [1, 2], 9)]
-    starts = {"a": 4, "b": 6, "c": 9, "d": 10, "e": 11}
-    assert shared_prompts.copied_tokens(rows, starts, 8) == ([6, 7, 6, 7], [40, 41, 56, 57])
-    with pytest.raises(AssertionError):
-        shared_prompts.copied_tokens([started("e", [1, 2], 9), started("c", prompt, 5, computed=2)], starts, 8)
-
-
-def test_a_prompt_of_several_blocks_is_copied_to_each_of_them() -> None:
-    prompt = list(range(12))
-    rows = [started("a", prompt, 2, 3), started("b", prompt, 5, 6, computed=11)]
-    sources, slots = shared_prompts.copied_tokens(rows, {"a": 3, "b": 15}, 8)
-    assert sources == [*range(3, 14)] and slots == [*range(40, 48), *range(48, 51)]
-    assert shared_prompts.copied_tokens(rows[:1], {"a": 3}, 8) == ([], [])
-
-
-def test_what_the_cache_shares_is_not_copied() -> None:
-    """Blocks that a row shares with the one that computes the prompt, and tokens that the cache had for both."""
-    prompt = list(range(22))
-    rows = [started("a", prompt, 2, 3, 4, computed=8), started("b", prompt, 2, 3, 7, computed=21)]
-    assert shared_prompts.copied_tokens(rows, {"a": 5, "b": 19}, 8) == ([*range(13, 18)], [*range(56, 61)])
-    had_all = [started("a", prompt[:17], 2, 3, 4, computed=16), started("b", prompt[:17], 2, 3, 7, computed=16)]
-    assert shared_prompts.copied_tokens(had_all, {"a": 5, "b": 6}, 8) == ([], [])
-    without_cache = [started("a", prompt[:17], 2, 3, 4), started("b", prompt[:17], 5, 6, 7, computed=16)]
-    expected = [*range(5, 21)], [*range(40, 56)]
-    assert shared_prompts.copied_tokens(without_cache, {"a": 5, "b": 22}, 8) == expected
 
 
 def keep_modules() -> None:
