@@ -3,7 +3,8 @@
 vLLM shares a prompt by whole blocks of its cache, which have up to 128 tokens, and without prefix caching not at all,
 so each row would compute the rest. Here the first row does, and the rows behind it compute only the prompt's last
 token, whose logits they need. In each layer the keys and values of the rest are written to the blocks of these rows,
-too. vLLM allocates the blocks as it does for tokens that a connector loads.
+too. vLLM allocates the blocks as it does for tokens that a connector loads. With prompts of 256 tokens and answers of
+32, a step of training takes 0.85 of the processor time (benchmarks/records/step_cpu_prompts.json).
 """
 
 from __future__ import annotations
