@@ -38,7 +38,7 @@ from benchmarks.sampler_before import commit_of  # noqa: E402
 from tandem.services.config import dump_recipe  # noqa: E402
 
 BATCHES, FIRST, LAST = 80, 8, 72
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 1800.0
 SIDES = ("first", "second")
 
 

@@ -143,7 +143,7 @@ def test_whatever_starts_together_every_row_attends_to_its_own_tokens(
             first, second = requests[before.req_id], requests[row.req_id]
             if (first.cache_salt, first.prompt_token_ids) == (second.cache_salt, second.prompt_token_ids):
                 assert output.num_scheduled_tokens[row.req_id] == 1, "the row before has computed the prompt"
-        sampled = [[9000 + step] for _ in requests]
+        sampled = [[9000 + 100 * step + number] for number in range(len(requests))]  # another one for each row
         positions = {name: number for number, name in enumerate(requests)}
         scheduler.update_from_output(output, ModelRunnerOutput([*requests], positions, sampled))
         if not scheduler.has_unfinished_requests() and 5 * step > len(arriving):
