@@ -18,7 +18,7 @@ end
 
 refuse_when_full()
 local room = math.min(limiter.free(), limiter.wanted())
-local taken = 0
+local taken, admitted = 0, false
 for i = 1, offered do
   local id = ARGV[2 * i + 2]
   if redis.call('SREM', reentered, id) == 0 then
@@ -29,10 +29,11 @@ for i = 1, offered do
     redis.call('SET', key('payload', id), ARGV[2 * i + 3])
     redis.call('HSET', key('group', id), 'admitted', WALL_MS)
     enter(id, 'prompts_waiting', 'back')
-    redis.call('HDEL', META, 'feed_done')
+    admitted = true
   end
   taken = i
 end
+if admitted then redis.call('HDEL', META, 'feed_done') end
 if taken > 0 then redis.call('HSET', META, 'cursor', string.format('%.0f', ARGV[2] - (offered - taken))) end
 signal('prompts')
 remember(ARGV[1], taken)

@@ -13,8 +13,10 @@ local answer = remembered(ARGV[1])
 if answer then
   claimed = cjson.decode(answer)
 else
-  for _, id in ipairs(redis.call('ZRANGE', key(stage .. '_waiting'), 0, ARGV[5] - 1)) do
-    local token = next_token()
+  local ids = redis.call('ZRANGE', key(stage .. '_waiting'), 0, ARGV[5] - 1)
+  local tokens = next_tokens(#ids)
+  for i, id in ipairs(ids) do
+    local token = tokens[i]
     leave(id)
     enter(id, stage .. '_leased', NOW_MS + ARGV[6])
     redis.call('HSET', key('group', id), 'token', token, 'worker', ARGV[3], 'worker:' .. stage, ARGV[3])

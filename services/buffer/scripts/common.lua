@@ -55,8 +55,9 @@ local function refuse_when_full()
 end
 
 -- Fencing tokens grow even after a restart that lost writes, because they are at least the clock.
-local function next_token()
-  local token = string.format('%.0f', math.max(number_of(META, 'token', 0) + 1, CLOCK[1] * 1000000 + CLOCK[2]))
-  redis.call('HSET', META, 'token', token)
-  return token
+local function next_tokens(n)
+  local first, tokens = math.max(number_of(META, 'token', 0) + 1, CLOCK[1] * 1000000 + CLOCK[2]), {}
+  for i = 1, n do tokens[i] = string.format('%.0f', first + i - 1) end
+  if n > 0 then redis.call('HSET', META, 'token', tokens[n]) end
+  return tokens
 end

@@ -16,11 +16,16 @@ local function bits_key(map, epoch)
   return key('bits', epoch .. ':' .. map)
 end
 
+local listed = {} -- bitmaps that this call has listed
+
 local function mark(map, id, bit)
   local epoch, index = string.match(id, '^(%d+)%-(%d+)$')
-  redis.call('SETBIT', bits_key(map, epoch), index, bit)
+  local bits = bits_key(map, epoch)
+  redis.call('SETBIT', bits, index, bit)
+  if listed[bits] then return end
   redis.call('SADD', key('epochs'), epoch)
   redis.call('SADD', key('maps', epoch), map)
+  listed[bits] = true
 end
 
 local function marked(map, id)

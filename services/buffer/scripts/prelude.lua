@@ -51,7 +51,7 @@ local function signal(stage)
     redis.call('DEL', list)
     return
   end
-  for _ = redis.call('LLEN', list) + 1, math.min(waiting, MAX_SIGNALS) do
-    redis.call('RPUSH', list, '1')
-  end
+  local missing = {}
+  for i = 1, math.min(waiting, MAX_SIGNALS) - redis.call('LLEN', list) do missing[i] = '1' end
+  if #missing > 0 then redis.call('RPUSH', list, unpack(missing)) end
 end

@@ -14,7 +14,7 @@ else
     return {}
   end
   id, index = string.match(name, '^(%x+):(%d+)$')
-  token = next_token()
+  token = next_tokens(1)[1]
   local chunk, priority = chunk_of(id, index), redis.call('HGET', key('job', id), 'priority')
   local served = 'served:' .. priority
   local start = chunk.place + priority * PLACES_A_PRIORITY
