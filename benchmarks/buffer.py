@@ -21,7 +21,7 @@ from pathlib import Path
 
 import redis
 
-from tandem.protos.codec import encode_headers
+from tandem.protos.row_headers import encode_headers
 from tandem.protos.types import RowHeader, VersionSpan
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis

@@ -36,7 +36,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.protos.codec import group_headers  # noqa: E402
+from tandem.protos.row_headers import group_headers  # noqa: E402
 from tandem.protos.types import (  # noqa: E402
     Packing,
     Prompt,

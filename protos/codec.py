@@ -6,9 +6,9 @@ The schema's metadata holds the prompt and the schema version. A reader needs on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import (
     Prompt,
-    RowHeader,
     SamplingMask,
     SamplingParameters,
     ScoredTrajectory,
@@ -28,6 +27,7 @@ from tandem.protos.types import (
     Trajectory,
     TrajectoryGroup,
     VersionSpan,
+    version_span,
 )
 
 SCHEMA_VERSION = 2
@@ -64,13 +64,11 @@ SCHEMA = pa.schema(
 
 
 _FIELDS = tuple(SCHEMA)
+_PLACES = {name: place for place, name in enumerate(SCHEMA.names)}
 _NOTHING = ("", "{}", None)
 """Values of a column without any content."""
 _NO_ROWS = pa.RecordBatch.from_pydict({name: [] for name in SCHEMA.names}, schema=SCHEMA)
 _END_OF_STREAM = bytes.fromhex("ffffffff00000000")
-_HEADER_FIELDS = tuple(RowHeader.__dataclass_fields__)
-_SPANS = _HEADER_FIELDS.index("spans")
-_header_values = attrgetter(*_HEADER_FIELDS)
 _span_values = attrgetter(*VersionSpan.__dataclass_fields__)
 
 
@@ -91,7 +89,47 @@ def decode_group(payload: bytes) -> TrajectoryGroup:
 
 def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
     """The group of a record batch that `payload_to_batch` returned."""
-    return rows_to_group(decode_prompt(batch.schema.metadata[PROMPT_KEY].decode()), batch)
+    return TrajectoryGroup(decode_prompt(_prompt_text(batch)), tuple(row for _, row in _trajectories(batch)))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroups:
+    """Several groups in one record batch. Reading a column takes about as long for all of them as for one."""
+
+    batches: Mapping[str, pa.RecordBatch]
+    """Of each group, by its id."""
+    segments: pa.RecordBatch
+    """Of all groups in their order, without metadata."""
+
+    @classmethod
+    def of(cls, payloads: Mapping[str, bytes]) -> EncodedGroups:
+        """Of at least one payload, by group id. Raises as `decode_group`."""
+        batches = {group_id: payload_to_batch(payload) for group_id, payload in payloads.items()}
+        return cls(batches, pa.concat_batches([batch.replace_schema_metadata(None) for batch in batches.values()]))
+
+    @property
+    def prompts(self) -> list[str]:
+        """Of each group, as JSON."""
+        return [_prompt_text(batch) for batch in self.batches.values()]
+
+    @property
+    def owners(self) -> NDArray[np.int32]:
+        """For each segment, the number of its group."""
+        return np.repeat(np.arange(len(self.batches), dtype=np.int32), [one.num_rows for one in self.batches.values()])
+
+    def decode(self) -> dict[str, TrajectoryGroup]:
+        """The groups by id, in order."""
+        owners = self.owners.tolist()
+        rows: list[list[Trajectory | ScoredTrajectory]] = [[] for _ in self.batches]
+        for first_segment, row in _trajectories(self.segments):
+            rows[owners[first_segment]].append(row)
+        groups = (TrajectoryGroup(decode_prompt(text), tuple(of)) for text, of in zip(self.prompts, rows, strict=True))
+        return dict(zip(self.batches, groups, strict=True))
+
+
+def _prompt_text(batch: pa.RecordBatch) -> str:
+    text: bytes = batch.schema.metadata[PROMPT_KEY]
+    return text.decode()
 
 
 def payload_to_batch(payload: bytes) -> pa.RecordBatch:
@@ -163,8 +201,10 @@ def encode_scored(batch: pa.RecordBatch, scored: Sequence[ScoredTrajectory]) -> 
     """Encodes a group's record batch with scores for its trajectories, all of them and in their order."""
     of_segments = [row for row in scored for _ in row.trajectory.segments]
     assert len(of_segments) == batch.num_rows, "every trajectory of the group is scored"
-    columns = {**dict(zip(batch.schema.names, batch.columns, strict=True)), **_score_columns(of_segments)}
-    return batch_to_payload(_record_batch(columns, batch.schema))
+    columns = batch.columns
+    for name, values in _score_columns(of_segments).items():
+        columns[_PLACES[name]] = _array(SCHEMA.field(name), values)
+    return batch_to_payload(pa.RecordBatch.from_arrays(columns, schema=batch.schema))
 
 
 def _score_columns(rows: Sequence[ScoredTrajectory | None]) -> dict[str, pa.Array | Sequence[object]]:
@@ -196,26 +236,21 @@ def _array(field: pa.Field, values: pa.Array | Sequence[object]) -> pa.Array:
     return pa.array(values, field.type)
 
 
-def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
-    """A group from its prompt and a record batch of its segments, ordered by trajectory and segment."""
+def _trajectories(batch: pa.RecordBatch) -> Iterator[tuple[int, Trajectory | ScoredTrajectory]]:
+    """The trajectories of a record batch of segments, each with the number of its first row. A trajectory's segments
+    follow one another, and the first one has number 0.
+    """
     if not batch.num_rows:
-        return TrajectoryGroup(prompt)
+        return
     plain = {name: batch.column(name).to_pylist() for name in _PLAIN_COLUMNS}
     ids, behavior_logprobs, loss_mask = (
         _split(batch.column(name)) for name in ("ids", "behavior_logprobs", "loss_mask")
     )
-    masks = _split_masks(batch.column("sampling_mask"))
-    starts = [row for row in range(batch.num_rows) if plain["segment"][row] == 0]
-    result: list[Trajectory | ScoredTrajectory] = []
+    spans, masks = _split_spans(batch.column("spans")), _split_masks(batch.column("sampling_mask"))
+    starts = [row for row, number in enumerate(plain["segment"]) if number == 0]
     for start, stop in pairwise([*starts, batch.num_rows]):
         segments = tuple(
-            Segment(
-                ids[row],
-                behavior_logprobs[row],
-                loss_mask[row],
-                tuple(VersionSpan(**s) for s in plain["spans"][row]),
-                masks[row],
-            )
+            Segment(ids[row], behavior_logprobs[row], loss_mask[row], spans[row], masks[row])
             for row in range(start, stop)
         )
         trajectory = Trajectory(
@@ -229,13 +264,12 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
             metadata=_decode_mapping(plain["metadata"][start]),
             token_rewards=_token_rewards(plain["token_rewards"][start:stop]),
         )
-        result.append(_scored(trajectory, plain, start) if plain["scored"][start] else trajectory)
-    return TrajectoryGroup(prompt, tuple(result))
+        yield start, _scored(trajectory, plain, start) if plain["scored"][start] else trajectory
 
 
-_PLAIN_COLUMNS = [
-    field.name for field in SCHEMA if field.name not in {"ids", "behavior_logprobs", "loss_mask", "sampling_mask"}
-]  # read as Python values; the token columns stay arrays
+_ARRAY_COLUMNS = {"ids", "behavior_logprobs", "loss_mask", "spans", "sampling_mask"}
+_PLAIN_COLUMNS = [name for name in SCHEMA.names if name not in _ARRAY_COLUMNS]
+"""Read as Python values."""
 
 
 def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
@@ -270,6 +304,12 @@ def _split(column: pa.ListArray) -> list[NDArray[Any]]:
     # Views of Arrow's memory are read-only. Groups are never mutated, and computations copy them into tensors.
     values = column.values.to_numpy(zero_copy_only=True)
     return [values[first:last] for first, last in pairwise(column.offsets.to_pylist())]
+
+
+def _split_spans(column: pa.ListArray) -> list[tuple[VersionSpan, ...]]:
+    fields = (column.values.field(number).to_numpy().tolist() for number in range(column.values.type.num_fields))
+    spans = [*map(version_span, *fields)]
+    return [tuple(spans[first:last]) for first, last in pairwise(column.offsets.to_pylist())]
 
 
 def _mask_array(masks: Sequence[SamplingMask | None]) -> pa.Array:
@@ -314,46 +354,6 @@ def decode_prompt(text: str) -> Prompt:
     values["sampling"] = _sampling(values["sampling"])
     values["messages"] = tuple(values["messages"])
     return Prompt(**values)
-
-
-def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
-    """One header per segment of a scored group, in the order of the payload."""
-    return tuple(
-        RowHeader(
-            group_id=group.group_id,
-            trajectory_id=row.trajectory.trajectory_id,
-            segment=number,
-            role=row.trajectory.role,
-            num_tokens=len(segment.ids),
-            num_loss_tokens=segment.num_loss_tokens,
-            reward=row.reward,
-            spans=segment.spans,
-            finish_reason=row.trajectory.finish_reason,
-            temperature=row.trajectory.sampling.temperature,
-            num_prompt_tokens=(num_prompt_tokens := segment.num_prompt_tokens),
-            prompt_digest=_digest(segment.ids[:num_prompt_tokens]),
-        )
-        for row in group.scored_rows
-        for number, segment in enumerate(row.trajectory.segments)
-    )
-
-
-def _digest(ids: NDArray[np.int32]) -> int:
-    """48 bits, which JSON numbers hold in every language."""
-    return int.from_bytes(blake2b(ids.tobytes(), digest_size=6).digest())
-
-
-def encode_headers(headers: Sequence[RowHeader]) -> str:
-    """Headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
-    return json.dumps([_header_values(header) for header in headers], separators=(",", ":"), default=_span_values)
-
-
-def decode_headers(text: str) -> tuple[RowHeader, ...]:
-    """Decodes the output of `encode_headers`. Headers of older runs lack the last fields."""
-    rows = json.loads(text)
-    for row in rows:
-        row[_SPANS] = tuple(VersionSpan(*span) for span in row[_SPANS])
-    return tuple(RowHeader(*row) for row in rows)
 
 
 @lru_cache(maxsize=256)  # the rows of a run have few different ones

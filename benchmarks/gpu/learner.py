@@ -32,7 +32,7 @@ from benchmarks.gpu.part import (
     synchronize,
     write_model,
 )
-from tandem.protos.codec import group_headers
+from tandem.protos.row_headers import group_headers
 from tandem.protos.types import Packing, TrainBatch, TrajectoryGroup
 from tandem.trainer.batch.planning import plan_batch
 from tandem.trainer.config import TrainerConfig

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, cast
 
-from tandem.protos.codec import decode_headers
 from tandem.protos.errors import LedgerError, LostWritesError
+from tandem.protos.row_headers import decode_headers
 from tandem.services.buffer.arguments import checked_ids, checked_reason, rows, sampler_of, with_generations
 from tandem.services.buffer.connection import MOST_GROUPS, RUNS, Connection, milliseconds, new_request
 from tandem.services.buffer.rollback import check_records, recorded_version, roll_back, run_to_end
@@ -170,7 +170,7 @@ class Buffer:
         """Moves groups of one stage, with payloads and headers, to the next, and ends their leases.
 
         Returns the tokens that are no longer current; their results are refused and counted. Only groups that become
-        scored have headers (`tandem.protos.codec.encode_headers`). May be called again.
+        scored have headers (`tandem.protos.row_headers.encode_headers`). May be called again.
         """
         (stage,) = {claim.stage for claim, _, _ in finished}
         assert all(bool(headers) == (stage == "generated") for _, _, headers in finished)

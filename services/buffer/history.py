@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from tandem.protos.codec import decode_headers
+from tandem.protos.row_headers import decode_headers
 from tandem.protos.types import RowHeader
 from tandem.services.buffer.arguments import checked_ids, rows
 from tandem.services.buffer.connection import Connection

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tandem.protos.codec import decode_group, group_headers
+from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError, LedgerError, UserError
+from tandem.protos.row_headers import group_headers
 from tandem.protos.types import RowHeader, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.history import GroupHistory, GroupNotes, group_history

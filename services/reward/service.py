@@ -17,10 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
+import pyarrow as pa
+
 from tandem.protos import reward_pb2_grpc
-from tandem.protos.codec import batch_to_group, encode_headers, encode_scored, group_headers, payload_to_batch
+from tandem.protos.codec import EncodedGroups, encode_scored
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import DataError
+from tandem.protos.row_headers import encode_headers, group_headers
 from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
@@ -41,6 +44,10 @@ from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.run.replica import replica_name
 from tandem.services.service_info import ServiceInfo
 
+Decoded = tuple[pa.RecordBatch, TrajectoryGroup]
+"""A group as it was sent, and decoded."""
+Attempt = tuple[GroupResult | Release, float]
+"""The outcome of one attempt, and how many seconds to wait before it is told to the buffer."""
 _IN_PROCESS_GROUPS = 32  # leased at once for scorers that take no time; what may hang is leased one a thread
 _RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the other reasons are final
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
@@ -154,6 +161,7 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         self._rubric = core.default
         self._config = config
         self._threads = asyncio.Semaphore(self._rubric.num_callers)
+        self._undecoded: list[tuple[Claim, asyncio.Future[Decoded | None]]] = []
         self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
             GroupLeases(buffer, "generated", name, config.lease_seconds),
             self,
@@ -178,12 +186,20 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
         """Scores the rows that may still get a score. A group whose scorer cannot be reached is kept for a pause."""
+        try:
+            decoded: Decoded | Release = await self._decoded(held.lease)
+        except DataError as error:
+            decoded = Release("undecodable", "data", str(error))
         async with self._threads:
             if held.cancelled.is_set():
                 return SHUTDOWN
             with group_span("score", self._run_id, held.lease.group_id) as attributes:
-                # A thread for each group would take longer than a scorer that takes no time.
-                scored = self._score(held) if self._rubric.in_process else await run_in_thread(self._score, held)
+                if isinstance(decoded, Release):
+                    scored: Attempt = decoded, 0.0
+                elif self._rubric.in_process:  # a thread for each group would take longer than such a scorer
+                    scored = self._score(held, *decoded)
+                else:
+                    scored = await run_in_thread(self._score, held, *decoded)
                 outcome, pause_seconds = scored
                 if isinstance(outcome, Release):
                     attributes["tandem.reason"] = outcome.reason
@@ -191,15 +207,27 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
                 return SHUTDOWN
             return outcome
 
-    def _score(self, held: Held[Claim]) -> tuple[GroupResult | Release, float]:
-        """The outcome of one attempt, and how long to wait before it is told to the buffer."""
+    async def _decoded(self, lease: Claim) -> Decoded:
+        """The group of a lease, decoded together with those that were claimed with it. Raises DataError."""
+        running = asyncio.get_running_loop()
+        if not self._undecoded:
+            running.call_soon(self._decode_together)  # after the tasks of the other leases, which wait already
+        together: asyncio.Future[Decoded | None] = running.create_future()
+        self._undecoded.append((lease, together))
+        return await together or _decode([lease])[0]
+
+    def _decode_together(self) -> None:
+        undecoded, self._undecoded = self._undecoded, []
+        leases = [lease for lease, _ in undecoded]
         try:
-            batch = payload_to_batch(held.lease.payload)
-            group = batch_to_group(batch)
-            if not group.rows:
-                raise DataError("it has no trajectories")
-        except DataError as error:
-            return Release("undecodable", "data", str(error)), 0.0
+            found: Sequence[Decoded | None] = _decode(leases)
+        except Exception:  # the task of the group that has the fault meets it again
+            found = [None] * len(leases)
+        for (_, together), decoded in zip(undecoded, found, strict=True):
+            if not together.cancelled():
+                together.set_result(decoded)
+
+    def _score(self, held: Held[Claim], batch: pa.RecordBatch, group: TrajectoryGroup) -> Attempt:
         rows = [row for row in group.rows if isinstance(row, Trajectory)]
         progress = Progress.from_bytes(held.lease.partial)
         pending = progress.open_rows(rows, self._config)
@@ -227,6 +255,15 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         figures = {"rows_scored": len(scored) - reasons.total(), **reasons}
         headers = group_headers(TrajectoryGroup(group.prompt, tuple(scored)))
         return GroupResult(encode_scored(batch, scored), encode_headers(headers), figures), 0.0
+
+
+def _decode(leases: Sequence[Claim]) -> list[Decoded]:
+    """The groups of these leases, decoded together. Raises DataError if one has a fault."""
+    encoded = EncodedGroups.of({lease.group_id: lease.payload for lease in leases})
+    groups = encoded.decode()
+    if not all(group.rows for group in groups.values()):
+        raise DataError("it has no trajectories")
+    return [(encoded.batches[lease.group_id], groups[lease.group_id]) for lease in leases]
 
 
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:

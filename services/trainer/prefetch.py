@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from tandem.protos.codec import decode_group
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -100,12 +100,13 @@ class Prefetch:
             batch = self._source.poll(version, _POLL_SECONDS)
             if self._closed.is_set() or (batch is None and self._source.ended):
                 return None
-        payloads = dict(zip(batch.group_ids, self._buffer.read(batch.group_ids), strict=True))
-        groups = {group_id: decode_group(payload) for group_id, payload in payloads.items()}
+        payloads = self._buffer.read(batch.group_ids)
+        encoded = EncodedGroups.of(dict(zip(batch.group_ids, payloads, strict=True)))
+        groups = encoded.decode()
         self._buffer.check_incarnation(self._incarnation)
         if self._closed.is_set():
             return None
-        as_json = write_record(self._recipe.folder, batch, payloads)
+        as_json = write_record(self._recipe.folder, batch, encoded)
         if self._closed.is_set():
             return None
         return RecordedBatch(self._prepare(batch, groups), as_json, self._source.take_rejections())

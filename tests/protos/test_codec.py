@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos import codec
+from tandem.protos import codec, row_headers
 from tandem.protos.errors import DataError, SchemaVersionError
 from tandem.protos.types import (
     Prompt,
@@ -119,6 +119,16 @@ def test_a_group_survives_the_round_trip(group: TrajectoryGroup) -> None:
     assert plain(codec.decode_group(codec.encode_group(group))) == plain(group)
 
 
+@given(st.lists(groups(), min_size=1, max_size=4))
+@settings(max_examples=40, deadline=None)
+def test_groups_decoded_together_are_those_decoded_one_by_one(several: list[TrajectoryGroup]) -> None:
+    payloads = {str(number): codec.encode_group(group) for number, group in enumerate(several)}
+    together = codec.EncodedGroups.of(payloads).decode()
+    assert list(together) == list(payloads)
+    for number, group in enumerate(several):
+        assert plain(together[str(number)]) == plain(group)
+
+
 @given(groups().filter(lambda group: group.rows))
 @settings(max_examples=50, deadline=None)
 def test_scores_added_to_a_payload_give_the_bytes_of_the_scored_group(group: TrajectoryGroup) -> None:
@@ -133,8 +143,8 @@ def test_scores_added_to_a_payload_give_the_bytes_of_the_scored_group(group: Tra
 @given(groups())
 @settings(max_examples=50, deadline=None)
 def test_headers_survive_the_round_trip(group: TrajectoryGroup) -> None:
-    headers = codec.group_headers(group)
-    assert codec.decode_headers(codec.encode_headers(headers)) == headers
+    headers = row_headers.group_headers(group)
+    assert row_headers.decode_headers(row_headers.encode_headers(headers)) == headers
     assert len(headers) == sum(len(row.trajectory.segments) for row in group.scored_rows)
 
 

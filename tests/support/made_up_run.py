@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.protos.codec import encode_group
+from tandem.protos.codec import EncodedGroups, encode_group
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.config import dump_recipe
 from tandem.trainer.batch.record import write_record
@@ -81,5 +81,5 @@ def make_run(folder: Path, run_id: str, *, steps: int = 3, redis_url: str = "", 
     for version in range(1, steps + 1):
         groups = [answered(make_group(index, rewards=[0.5, 0.0, 0.5, 1.0]), ANSWER) for index in range(4)]
         batch = replace(make_batch(groups)[0], policy_version=version)
-        write_record(run, batch, {group.group_id: encode_group(group) for group in groups})
+        write_record(run, batch, EncodedGroups.of({group.group_id: encode_group(group) for group in groups}))
     return run

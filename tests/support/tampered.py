@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.codec import EncodedGroups, decode_group, encode_group
 from tandem.protos.types import Segment, Trajectory
 from tandem.trainer.batch.record import read_record, record_folder, write_record
 
@@ -20,7 +20,7 @@ def tamper(run_folder: Path, change: Callable[[Trajectory], Trajectory]) -> str:
     *others, last = group.scored_rows
     changed = replace(group, rows=(*others, replace(last, trajectory=change(last.trajectory))))
     shutil.rmtree(record_folder(run_folder, 1))
-    write_record(run_folder, batch, {**payloads, group_id: encode_group(changed)})
+    write_record(run_folder, batch, EncodedGroups.of({**payloads, group_id: encode_group(changed)}))
     return f"batch 1, group {group_id}, trajectory {last.trajectory.trajectory_id}"
 
 

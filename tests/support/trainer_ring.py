@@ -11,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tandem.protos.codec import encode_group, encode_headers, group_headers
+from tandem.protos.codec import EncodedGroups, encode_group
 from tandem.protos.errors import FencedError, NotAdmittedError
+from tandem.protos.row_headers import encode_headers, group_headers
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.types import Claim
@@ -125,7 +126,7 @@ class Predecessor:
 
     def write_record(self, version: int, groups: Sequence[TrajectoryGroup], world_size: int = 1) -> None:
         batch, _ = make_batch(groups, policy_version=version, world_size=world_size)
-        write_record(self.recipe.folder, batch, make_payloads(groups))
+        write_record(self.recipe.folder, batch, EncodedGroups.of(make_payloads(groups)))
 
     def is_current(self) -> bool:
         self.buffer.check_incarnation(self.incarnation)

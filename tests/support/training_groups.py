@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.protos.codec import encode_group, group_headers
+from tandem.protos.codec import encode_group
+from tandem.protos.row_headers import group_headers
 from tandem.protos.types import (
     Packing,
     Prompt,

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from tandem.protos.types import Segment, TrajectoryGroup
 from tandem.trainer.batch.record import write_record
@@ -324,7 +325,7 @@ def test_the_reference_loop_reproduces_the_learners_weights(
             optimizer_steps=config.optimizer_steps_per_batch,
             packing="shared" if config.packing == "shared" else "padded",
         )
-        write_record(tmp_path, batch, make_payloads(groups))
+        write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups)))
         assert learner.train(learner.prepare(batch, by_id)).changed
     trained = all_weights(learner)
     learner.close()

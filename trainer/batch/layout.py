@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
@@ -53,10 +55,10 @@ class BatchLayout:
         for header in (header for segments in rows.values() for header in segments):
             first[header.group_id, header.trajectory_id, header.segment] = total, total + header.num_loss_tokens
             total += header.num_loss_tokens
-        cells: dict[tuple[int, int], list[Tensor]] = {}
+        cells: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
         for row in batch.plan:
             if row.rank == rank:
-                places = torch.arange(*first[row.group_id, row.trajectory_id, row.segment])
+                places = np.arange(*first[row.group_id, row.trajectory_id, row.segment])
                 cells.setdefault((row.optimizer_step, row.micro_batch), []).append(places)
         return cls(
             trajectories=tuple(rows),
@@ -66,7 +68,7 @@ class BatchLayout:
             steps_R=_integers(steps.get(key, step_of_group[numbers[key[0]]]) for key in rows),
             segments_R=_integers(len(segments) for segments in rows.values()),
             lengths_S=_integers(header.num_loss_tokens for segments in rows.values() for header in segments),
-            places={cell: torch.cat(parts) for cell, parts in cells.items()},
+            places={cell: torch.from_numpy(np.concatenate(parts)) for cell, parts in cells.items()},
         )
 
     @property

@@ -24,6 +24,7 @@ from tandem.protos.types import (
     TrainBatch,
     Trajectory,
     TrajectoryGroup,
+    VersionSpan,
 )
 from tandem.trainer.batch.kept_tokens import KeptTokens, holds_its_tokens
 from tandem.trainer.batch.shared_prompts import SharedPrompts
@@ -212,7 +213,7 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
         target_N=on_device(ids[places_N]),
         temperature_N=on_device(np.repeat(np.array([row.temperature for row in rows], np.float32), counts_B)),
         behavior_logprobs_N=on_device(np.concatenate([one.behavior_logprobs for one in segments])[places_N]),
-        versions_N=on_device(_versions(segments, counts_B, positions_N)),
+        versions_N=on_device(_versions(segments, owners_N, positions_N)),
         response_column_N=on_device(positions_N - np.repeat(firsts_B, counts_B[counts_B > 0])),
         token_rewards_N=on_device(np.concatenate([_token_rewards(row) for row in rows])[places_N]),
         lengths_B=on_device(counts_B),
@@ -231,21 +232,24 @@ def _flat_rows(ends: NDArray[np.int64], device: torch.device) -> FlatRows:
 
 
 def _versions(
-    segments: Sequence[Segment], counts_B: NDArray[np.int64], positions_N: NDArray[np.int64]
+    segments: Sequence[Segment], owners_N: NDArray[np.int64], positions_N: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The version of each token's span. Tokens before a row's first span belong to it."""
-    firsts = np.array([one.spans[0].policy_version if one.spans else 0 for one in segments], np.int64)
-    versions_N = np.repeat(firsts, counts_B)
-    ends_B = np.cumsum(counts_B)
-    for one, end, count in zip(segments, ends_B, counts_B, strict=True):
-        for span in one.spans[1:]:
-            first = end - count + np.searchsorted(positions_N[end - count : end], span.first_token)
-            versions_N[first:end] = span.policy_version
-    return versions_N
+    spans = [
+        (row, span.first_token if number else 0, span.policy_version)
+        for row, one in enumerate(segments)
+        for number, span in enumerate(one.spans or _UNKNOWN)
+    ]
+    rows, firsts, versions = np.array(spans, np.int64).T
+    width = 1 + max(len(one.ids) for one in segments)
+    places = np.searchsorted(rows * width + firsts, owners_N * width + positions_N, side="right") - 1
+    found: NDArray[np.int64] = versions[places]
+    return found
 
 
 def _token_rewards(row: TrainingRow) -> NDArray[np.float32]:
     return np.zeros(len(row.segment.ids), np.float32) if row.token_rewards is None else row.token_rewards
 
 
+_UNKNOWN = (VersionSpan(0, 0, 0),)
 _EMPTY = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), ())

@@ -127,7 +127,7 @@ def _divide(rows: Sequence[SharedRow], group: list[int], parts: int, token_budge
 
 def shared_tokens(rows: Sequence[SharedRow]) -> int:
     """The tokens that one forward pass of these rows computes."""
-    return _without_repeats(rows, lambda num_tokens: num_tokens)
+    return _without_repeats(rows, int)
 
 
 def shared_work(rows: Sequence[SharedRow]) -> int:

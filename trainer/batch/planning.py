@@ -37,8 +37,9 @@ def plan_batch(
     stacked. Of two `packings`, the second is used if it computes at most `SHARED_TOKENS` of the first one's tokens.
     Raises DataError if a row exceeds `tokens_per_micro_batch`.
     """
-    plans = [
-        _plan(
+
+    def plan(packing: Packing) -> TrainBatch:
+        return _plan(
             headers,
             group_ids,
             policy_version=policy_version,
@@ -48,9 +49,11 @@ def plan_batch(
             optimizer_steps=optimizer_steps,
             packing=packing,
         )
-        for packing in packings
-    ]
-    first, last = plans[0], plans[-1]
+
+    last = plan(packings[-1])
+    if len(packings) == 1 or computed_tokens(last) <= SHARED_TOKENS * _num_tokens(last):
+        return last  # the first one would compute all tokens at least
+    first = plan(packings[0])
     return last if computed_tokens(last) <= SHARED_TOKENS * computed_tokens(first) else first
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from tandem.protos.codec import (
     SCHEMA,
     SCHEMA_VERSION,
     VERSION_KEY,
+    EncodedGroups,
     batch_to_payload,
     check_schema_version,
-    decode_headers,
-    encode_headers,
-    payload_to_batch,
 )
 from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.row_headers import decode_headers, header_lists
 from tandem.protos.types import PlannedRow, TrainBatch
 from tandem.trainer.checkpoints.durable import REMOVED, atomic_folder, write_file
 
@@ -37,6 +37,8 @@ PLAN_FILE = "plan.json"
 GROUPS_FILE = "groups.arrow"
 ADVANTAGES_FILE = "advantages.json"
 
+_PLAN_COLUMNS = tuple(PlannedRow.__dataclass_fields__)
+_plan_values = attrgetter(*_PLAN_COLUMNS)
 _GROUP_FIELDS = [
     pa.field("group_id", pa.string(), nullable=False),
     pa.field("prompt", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # stored once per group
@@ -49,22 +51,20 @@ def record_folder(run_folder: Path, version: int) -> Path:
     return Path(run_folder) / BATCHES_FOLDER / f"{version:06d}"
 
 
-def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> dict[str, object]:
-    """Writes the record atomically. Returns the batch as a JSON value once it is on disk. Raises LedgerError if this
-    version is already recorded, by this trainer or by one that runs beside it; DataError if a payload is missing or
-    cannot be read; EnvironmentLackError if the disk is full.
+def write_record(run_folder: Path, batch: TrainBatch, groups: EncodedGroups) -> dict[str, object]:
+    """Writes the batch and its groups, in their order, atomically. Returns the batch as a JSON value once it is on
+    disk. Raises LedgerError if this version is already recorded, by this trainer or by one that runs beside it;
+    DataError if the groups are not those of the batch; EnvironmentLackError if the disk is full.
     """
     folder = record_folder(run_folder, batch.policy_version)
     exists = LedgerError(f"{folder} exists: version {batch.policy_version} was trained on another batch")
     if folder.exists():
         raise exists
-    missing = [group_id for group_id in batch.group_ids if group_id not in payloads]
-    if missing:
-        raise DataError(f"batch {batch.policy_version}: no payload of group {missing[0]}")
-    table = _to_table({group_id: payloads[group_id] for group_id in batch.group_ids})
+    if (given := tuple(groups.batches)) != batch.group_ids:
+        raise DataError(f"batch {batch.policy_version}: {_difference(batch.group_ids, given)}")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _FILE_SCHEMA) as writer:
-        writer.write_table(table)
+        writer.write_batch(_to_rows(groups))
     plan = batch_to_json(batch)
     try:
         with atomic_folder(folder, writer=str(batch.incarnation), replaces=False) as begun:
@@ -148,9 +148,9 @@ def batch_to_json(batch: TrainBatch) -> dict[str, object]:
         "group_ids": list(batch.group_ids),
         "num_micro_batches": list(batch.num_micro_batches),
         "packing": batch.packing,
-        "plan_columns": list(PlannedRow.__dataclass_fields__),
-        "plan": [[getattr(row, name) for name in PlannedRow.__dataclass_fields__] for row in batch.plan],
-        "headers": json.loads(encode_headers(batch.headers)),
+        "plan_columns": list(_PLAN_COLUMNS),
+        "plan": [*map(_plan_values, batch.plan)],
+        "headers": header_lists(batch.headers),
     }
 
 
@@ -167,21 +167,16 @@ def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
     )
 
 
-def _to_table(payloads: Mapping[str, bytes]) -> pa.Table:
-    group_ids: list[str] = []
-    prompt_numbers: list[int] = []
-    prompts: list[str] = []
-    batches = []
-    for number, (group_id, payload) in enumerate(payloads.items()):
-        batch = payload_to_batch(payload)
-        group_ids += [group_id] * batch.num_rows
-        prompt_numbers += [number] * batch.num_rows
-        prompts.append(batch.schema.metadata[PROMPT_KEY].decode())
-        batches.append(batch.replace_schema_metadata(None))
-    segments = pa.Table.from_batches(batches, SCHEMA).combine_chunks()
-    prompt_column = pa.DictionaryArray.from_arrays(pa.array(prompt_numbers, pa.int32()), pa.array(prompts, pa.string()))
-    columns = [pa.array(group_ids, pa.string()), prompt_column, *segments.columns]
-    return pa.Table.from_arrays(columns, schema=_FILE_SCHEMA)
+def _difference(wanted: Sequence[str], given: Sequence[str]) -> str:
+    missing = [group_id for group_id in wanted if group_id not in given]
+    return f"no payload of group {missing[0]}" if missing else "the payloads of other groups, or in another order"
+
+
+def _to_rows(groups: EncodedGroups) -> pa.RecordBatch:
+    numbers = pa.array(groups.owners)
+    ids, prompts = (pa.array(texts, pa.string()) for texts in (list(groups.batches), groups.prompts))
+    columns = [ids.take(numbers), pa.DictionaryArray.from_arrays(numbers, prompts), *groups.segments.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=_FILE_SCHEMA)
 
 
 def _to_payloads(table: pa.Table) -> dict[str, bytes]:

@@ -219,7 +219,8 @@ def _stacked(rows: Sequence[_Tokens], size: int, device: torch.device, *, hides_
 
 def _num_inputs(row: Segment) -> int:
     """The number of tokens before the last loss token; all if there is none."""
-    return len(row.ids) - 1 - int(row.loss_mask[::-1].argmax()) if row.loss_mask.any() else len(row.ids)
+    last = row.loss_mask.tobytes().rfind(1)
+    return len(row.ids) if last < 0 else last
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tandem.protos.codec import encode_headers
+from tandem.protos.row_headers import encode_headers
 from tandem.protos.types import RowHeader, VersionSpan
 from tandem.services.buffer import verification
 from tandem.services.buffer.buffer import Buffer

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from tandem.protos.codec import encode_group
+from tandem.protos.codec import EncodedGroups, encode_group
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.dashboard.samples import Samples
@@ -25,7 +25,7 @@ from tests.support.training_groups import make_batch, make_group
 
 def record(folder: Path, version: int, groups: list[TrajectoryGroup]) -> None:
     batch = replace(make_batch(groups)[0], policy_version=version)
-    write_record(folder, batch, {group.group_id: encode_group(group) for group in groups})
+    write_record(folder, batch, EncodedGroups.of({group.group_id: encode_group(group) for group in groups}))
 
 
 def saying(index: int, *texts: str, rewards: list[float | None]) -> TrajectoryGroup:

@@ -225,6 +225,18 @@ def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
+def test_groups_claimed_together_with_one_that_cannot_be_read_are_scored(redis_url: str) -> None:
+    buffer = run_of(redis_url, data=0)
+    buffer.admit([("0-0", b"")], 1)
+    (one,) = claim(buffer, "prompts")
+    buffer.complete(one, b"no arrow")
+    first, _without_trajectories, last = generate(buffer, [answers("1"), [], answers("2")])
+    with scoring(buffer, ScoringCore(RewardConfig())):
+        assert set(collect(buffer, 2)) == {first, last}
+        eventually(lambda: buffer.counts().get("dropped:undecodable") == 2)
+    assert buffer.verify() == []
+
+
 def test_leases_are_renewed_while_a_scorer_is_slow(buffer: Buffer) -> None:
     generate(buffer, [answers(*["slow"] * 8), answers("1")])
     with scoring(buffer, ScriptedCore(), lease_seconds=1.4):  # less than the slow answers take together

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import EnvironmentLackError, FencedError, LostWritesError, RunFolderError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.trainer import recovery
@@ -80,7 +81,7 @@ def test_a_trainer_begins_above_every_incarnation_that_the_run_folder_knows(
     assert buffer.begin_incarnation(41) == 42, "a Redis that lost its last writes would begin the second again"
     state.unlink()
     batch, groups = make_batch([make_group(0)], policy_version=1)
-    write_record(recipe.folder, replace(batch, incarnation=50), make_payloads(groups.values()))
+    write_record(recipe.folder, replace(batch, incarnation=50), EncodedGroups.of(make_payloads(groups.values())))
     assert highest_incarnation(recipe.folder) == 50
     assert begin_incarnation(buffer, recipe.folder) == highest_incarnation(recipe.folder) == 51
     buffer.delete()

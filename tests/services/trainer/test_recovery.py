@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import (
     ConfigError,
     DeadlineError,
@@ -308,7 +309,7 @@ def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
 def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         batch, groups = make_batch([make_group(version)], policy_version=version)
-        write_record(tmp_path, batch, make_payloads(groups.values()))
+        write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     assert find_resume_point(tmp_path).recorded == [1, 2, 3]
     assert find_resume_point(tmp_path).last_version == 3
     shutil.rmtree(record_folder(tmp_path, 2))
@@ -322,7 +323,7 @@ def test_a_start_reads_only_the_plans_of_batches_that_redis_has_not_committed(
     """The checkpoint holds version 4; Redis has committed it, or has lost that, or has lost everything."""
     for version in range(1, 7):
         batch, groups = make_batch([make_group(version)], policy_version=version)
-        write_record(tmp_path, batch, make_payloads(groups.values()))
+        write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     write_states(tmp_path / "checkpoints", [(4, 1)])
     read: list[int] = []
     monkeypatch.setattr(recovery, "read_plan", lambda *of: read.append(of[1]) or read_plan(*of))
@@ -355,7 +356,7 @@ def test_a_run_whose_folder_lacks_a_batch_does_not_end_with_success(
 
 def test_more_trained_groups_than_the_batches_of_the_folder_can_hold_are_an_error(tmp_path: Path) -> None:
     batch, groups = make_batch([make_group(1)], policy_version=1)
-    write_record(tmp_path, batch, make_payloads(groups.values()))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     check_complete({"trained": 2, "committed": 2}, tmp_path, 1, 4)
     with pytest.raises(RunFolderError, match=r"ledger has 5 groups as trained, but the 1 batches in .* hold at most 4"):
         check_complete({"trained": 0, "committed": 5}, tmp_path, 1, 4)

@@ -11,12 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos.codec import group_headers
 from tandem.protos.errors import DataError
+from tandem.protos.row_headers import group_headers
 from tandem.protos.types import Packing, TrainBatch
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import rank_micro_batches
-from tandem.trainer.batch.planning import computed_tokens, padding_fraction, plan_batch, shared_fraction
+from tandem.trainer.batch.planning import (
+    SHARED_TOKENS,
+    computed_tokens,
+    padding_fraction,
+    plan_batch,
+    shared_fraction,
+)
 from tests.support.training_groups import make_batch, make_group
 
 
@@ -75,6 +81,38 @@ def test_prompts_are_shared_if_that_leaves_much_less_to_compute(first: Packing) 
 
     assert packing_for(6) == "shared"
     assert packing_for(400) == first
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 60)), min_size=1, max_size=6),
+    st.sampled_from(["padded", "flat"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_shared_prompts_are_planned_exactly_where_they_leave_few_enough_tokens(
+    sizes: list[tuple[int, int]], first: Packing
+) -> None:
+    groups = [
+        make_group(index, num_samples=num_samples, max_sampled=max_sampled)
+        for index, (num_samples, max_sampled) in enumerate(sizes)
+    ]
+    headers = [header for group in groups for header in group_headers(group)]
+    ids = [group.group_id for group in groups]
+
+    def planned(*packings: Packing) -> TrainBatch:
+        return plan_batch(
+            headers,
+            ids,
+            policy_version=1,
+            incarnation=1,
+            world_size=1,
+            tokens_per_micro_batch=4096,
+            optimizer_steps=1,
+            packings=packings,
+        )
+
+    shared, other = planned("shared"), planned(first)
+    shares = computed_tokens(shared) <= SHARED_TOKENS * computed_tokens(other)
+    assert planned(first, "shared") == (shared if shares else other)
 
 
 def test_optimizer_steps_take_whole_groups_in_order() -> None:

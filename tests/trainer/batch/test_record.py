@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tandem.protos.codec import VERSION_KEY, decode_group, encode_group
+from tandem.protos.codec import VERSION_KEY, EncodedGroups, decode_group, encode_group
 from tandem.protos.errors import DataError, EnvironmentLackError, LedgerError, SchemaVersionError
 from tandem.protos.types import TrainBatch, TrajectoryGroup
 from tandem.trainer.batch.record import (
@@ -46,7 +46,7 @@ def recorded() -> Recorded:
 def test_a_record_survives_a_round_trip(tmp_path: Path, recorded: Recorded) -> None:
     batch, groups = recorded
     payloads = make_payloads(groups.values())
-    write_record(tmp_path, batch, payloads)
+    write_record(tmp_path, batch, EncodedGroups.of(payloads))
     read_batch, read_payloads = read_record(tmp_path, 3)
     assert read_batch == batch
     assert list(read_payloads) == list(batch.group_ids)
@@ -67,7 +67,7 @@ def test_pyarrow_alone_reads_one_row_per_segment(tmp_path: Path, recorded: Recor
     told = [
         replace(one, rows=tuple(replace(row, breakdown=parts) for row in one.scored_rows)) for one in groups.values()
     ]
-    write_record(tmp_path, batch, make_payloads(told))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(told)))
     table = pa.ipc.open_file(record_folder(tmp_path, 3) / GROUPS_FILE).read_all()
     assert table.num_rows == len(batch.headers)
     assert table.column("group_id").to_pylist() == [header.group_id for header in batch.headers]
@@ -81,11 +81,11 @@ def test_pyarrow_alone_reads_one_row_per_segment(tmp_path: Path, recorded: Recor
 def test_versions_are_listed_and_never_overwritten(tmp_path: Path, recorded: Recorded) -> None:
     batch, groups = recorded
     assert recorded_versions(tmp_path) == []
-    write_record(tmp_path, batch, make_payloads(groups.values()))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     (tmp_path / "batches" / "000009.partial").mkdir()
     assert recorded_versions(tmp_path) == [3]
     with pytest.raises(LedgerError, match="000003 exists"):
-        write_record(tmp_path, batch, make_payloads(groups.values()))
+        write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
 
 
 def test_pruned_records_are_gone_and_what_a_killed_process_left_of_them_too(
@@ -93,7 +93,7 @@ def test_pruned_records_are_gone_and_what_a_killed_process_left_of_them_too(
 ) -> None:
     batch, groups = recorded
     for version in range(1, 6):
-        write_record(tmp_path, replace(batch, policy_version=version), make_payloads(groups.values()))
+        write_record(tmp_path, replace(batch, policy_version=version), EncodedGroups.of(make_payloads(groups.values())))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", killed)
         prune_records(tmp_path, 2)
@@ -122,7 +122,10 @@ def test_a_missing_payload_or_record_is_named(tmp_path: Path, recorded: Recorded
     payloads = make_payloads(groups.values())
     del payloads["0-5"]
     with pytest.raises(DataError, match="no payload of group 0-5"):
-        write_record(tmp_path, batch, payloads)
+        write_record(tmp_path, batch, EncodedGroups.of(payloads))
+    in_another_order = dict(reversed(make_payloads(groups.values()).items()))
+    with pytest.raises(DataError, match="in another order"):
+        write_record(tmp_path, batch, EncodedGroups.of(in_another_order))
     assert recorded_versions(tmp_path) == []
     with pytest.raises(DataError, match="000004"):
         read_record(tmp_path, 4)
@@ -130,7 +133,7 @@ def test_a_missing_payload_or_record_is_named(tmp_path: Path, recorded: Recorded
 
 def test_a_later_schema_is_refused(tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, groups = recorded
-    write_record(tmp_path, batch, make_payloads(groups.values()))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     monkeypatch.setattr("tandem.protos.codec.SCHEMA_VERSION", 0)
     with pytest.raises(SchemaVersionError, match="update Tandem"):
         read_record(tmp_path, 3)
@@ -138,7 +141,7 @@ def test_a_later_schema_is_refused(tmp_path: Path, recorded: Recorded, monkeypat
 
 def test_a_record_of_schema_version_1_is_read(tmp_path: Path) -> None:
     batch, groups = make_batch([make_group(3), make_group(4)], policy_version=3)
-    write_record(tmp_path, batch, make_payloads(groups.values()))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     file = record_folder(tmp_path, 3) / GROUPS_FILE
     table = pa.ipc.open_file(file.read_bytes()).read_all().drop_columns(["sampling_mask"])
     table = table.replace_schema_metadata({VERSION_KEY: b"1"})
@@ -160,7 +163,7 @@ def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(
 
     monkeypatch.setattr("tandem.trainer.checkpoints.durable.os.fsync", full)
     with pytest.raises(EnvironmentLackError, match=r"no space left on the disk of .*000003"):
-        write_record(tmp_path, batch, make_payloads(groups.values()))
+        write_record(tmp_path, batch, EncodedGroups.of(make_payloads(groups.values())))
     assert list((tmp_path / "batches").iterdir()) == []
 
 
@@ -176,11 +179,11 @@ def test_of_two_trainers_that_record_one_version_the_first_wins(tmp_path: Path, 
     slept = pytest.raises(FileExistsError)
     with slept, atomic_folder(record_folder(tmp_path, 3), writer="3", replaces=False) as begun:
         (begun / "plan.json").write_text("half")
-        write_record(tmp_path, second, payloads)
+        write_record(tmp_path, second, EncodedGroups.of(payloads))
         assert not begun.exists(), "what the first has begun is of no use"
         begun.mkdir()  # it goes on nevertheless
         (begun / "groups.arrow").write_text("half")
     with pytest.raises(LedgerError, match="000003 exists"):
-        write_record(tmp_path, first, payloads)
+        write_record(tmp_path, first, EncodedGroups.of(payloads))
     assert read_record(tmp_path, 3)[0] == second
     assert os.listdir(tmp_path / "batches") == ["000003"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.run.folder import write_text
 from tandem.trainer.batch.record import write_advantages, write_record
@@ -108,7 +109,7 @@ def test_whatever_is_renamed_is_on_disk_before_and_its_folder_after(
         monkeypatch.setattr(Path, name, noted("rename", getattr(Path, name)))
     run = tmp_path / "run"
     run.mkdir()
-    write_record(run, batch, make_payloads(groups.values()))
+    write_record(run, batch, EncodedGroups.of(make_payloads(groups.values())))
     assert done.index(("sync", "run")) < done.index(("sync", "groups.arrow")), "a new folder of records is synced"
     assert done.index(("sync", "groups.arrow")) < done.index(("rename", "000003")) < len(done) - 1
     assert done[-2:] == [("rename", "000003"), ("sync", "batches")]

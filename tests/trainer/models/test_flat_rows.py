@@ -22,6 +22,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import ModelError
 from tandem.protos.types import Segment
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
@@ -182,7 +183,7 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
     make_learner: MakeLearner, folder: Path, tmp_path: Path
 ) -> None:
     batch, by_id = batch_of_two_steps(1, folder, "flat", 60)
-    write_record(tmp_path, batch, make_payloads(by_id.values()))
+    write_record(tmp_path, batch, EncodedGroups.of(make_payloads(by_id.values())))
     recorded, _ = read_record(tmp_path, 1)
     assert recorded == batch and recorded.packing == "flat"
     ends = []

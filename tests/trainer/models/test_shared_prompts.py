@@ -24,6 +24,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tandem.protos.codec import EncodedGroups
 from tandem.protos.errors import ModelError
 from tandem.protos.types import Segment
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
@@ -244,7 +245,7 @@ def test_a_recorded_batch_is_trained_with_its_recorded_packing(
 ) -> None:
     shared, by_id = batch_of_two_steps(1, model, "shared", 60)
     padded, _ = batch_of_two_steps(2, model, "padded", 60)
-    write_record(tmp_path, shared, make_payloads(by_id.values()))
+    write_record(tmp_path, shared, EncodedGroups.of(make_payloads(by_id.values())))
     recorded, _ = read_record(tmp_path, 1)
     assert recorded == shared and recorded.packing == "shared"
     ends = []
