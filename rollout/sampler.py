@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from tandem.protos.types import (
     WeightGroupAddress,
     WeightManifest,
 )
+from tandem.rollout.answer_texts import AnswerTexts, Tokenizer
 from tandem.rollout.gather import gather_or_cancel
 from tandem.rollout.segments import unsampled, with_sampled
 
@@ -116,19 +117,13 @@ def is_received(workers: Sequence[TransferProgress]) -> bool:
     return all(worker["done"] and not worker["error"] for worker in workers)
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a sampler uses."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
 class Sampler(ABC):
     """One running engine. All methods but `figures` belong to one event loop."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, max_model_tokens: int, seed: int, group_store: StoreSource | None = None
     ) -> None:
-        self._tokenizer = tokenizer
+        self._texts = AnswerTexts(tokenizer)
         self._group_store = group_store
         self.max_model_tokens = max_model_tokens
         """Maximum length of prompt plus answer."""
@@ -241,8 +236,7 @@ class Sampler(ABC):
         self._figures.cached_tokens += completion.num_cached
         self._figures.resumed_tokens += len(request.sampled_ids)
         self._count_sampled(answer, completion)
-        text = self._tokenizer.decode([*request.sampled_ids, *completion.token_ids], skip_special_tokens=True)
-        return answer.trajectory(completion, text)
+        return answer.trajectory(completion, self._texts.of([*request.sampled_ids, *completion.token_ids]))
 
     async def unfinished(self, keys: Collection[str]) -> dict[tuple[str, int], Trajectory]:
         """Returns the running trajectories of these keys as far as they are sampled, by key and trajectory id.
@@ -353,12 +347,14 @@ class Sampler(ABC):
 
     @contextlib.contextmanager
     def _one_more_running(self, request_id: str, answer: _Answer) -> Iterator[None]:
-        self._count_seconds()
+        if not self._running:
+            self._count_seconds()
         self._running[request_id] = answer
         try:
             yield
         finally:
-            self._count_seconds()
+            if len(self._running) == 1:
+                self._count_seconds()
             del self._running[request_id]
 
     def _count_seconds(self) -> None:

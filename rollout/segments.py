@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.protos.types import SamplingMask, Segment, VersionSpan
+from tandem.protos.types import SamplingMask, Segment, VersionSpan, version_span
 
 
 def unsampled(ids: NDArray[np.int32]) -> Segment:
@@ -31,7 +31,8 @@ def with_sampled(
     sampled = np.asarray(token_ids, np.int32)
     values = np.asarray(logprobs, np.float32)
     assert len(values) == len(sampled), "one log-prob a sampled token"
-    shifted = [replace(span, first_token=len(begun.ids) + span.first_token) for span in spans]
+    before = len(begun.ids)
+    shifted = [version_span(before + one.first_token, one.incarnation, one.policy_version) for one in spans]
     if begun.spans and shifted and replace(shifted[0], first_token=begun.spans[-1].first_token) == begun.spans[-1]:
         del shifted[0]  # the same version
     return Segment(

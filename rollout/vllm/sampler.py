@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
-from tandem.protos.types import FinishReason, SamplingMask, SamplingParameters, VersionSpan
+from tandem.protos.types import FinishReason, SamplingMask, SamplingParameters, version_span
 from tandem.rollout.engine import SamplerArguments, one_line
 from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
 from tandem.rollout.vllm.collected_outputs import SAMPLED_LOGPROBS
@@ -353,7 +353,7 @@ def _completion(
 ) -> Completion:
     """`token_ids` is the whole answer. vLLM has log-probs of only the tokens that this request sampled."""
     before = len(token_ids) - len(sampled.logprobs)
-    spans = [VersionSpan(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
+    spans = [version_span(span.start - before, *_parse_stamp(span.version)) for span in versions or ()]
     return Completion(token_ids[before:], [*sampled.logprobs], spans, reason, sampled.mask, num_cached)
 
 
