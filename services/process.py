@@ -23,6 +23,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import IO, Self, TypeVar
 
+from tandem.protos.garbage_collection import collect_less_often
+
 log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
@@ -87,6 +89,7 @@ def starting() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        collect_less_often()
 
 
 def stop_event() -> threading.Event:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from tandem.protos.garbage_collection import collect_less_often
 from tandem.rollout.sampler import TransferProgress, is_received
 from tandem.rollout.vllm.block_allocation import allocate_whole_blocks
 from tandem.rollout.vllm.collected_outputs import CollectedOutputs
@@ -194,6 +195,7 @@ def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
             init(core, *args, **kwargs)
         finally:
             gc.enable()
+            collect_less_often()
         if core.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:  # else nobody copies the prompts
             schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
             allocate_whole_blocks(core.scheduler)  # type: ignore[arg-type]
