@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
@@ -63,7 +63,13 @@ def bucket_file(number: int) -> str:
 
 def encode_manifest(manifest: WeightManifest) -> bytes:
     """Encodes the manifest as JSON bytes."""
-    return json.dumps({"schema_version": MANIFEST_VERSION, **asdict(manifest)}, separators=(",", ":")).encode()
+    values = {"schema_version": MANIFEST_VERSION, **_fields_of(manifest)}
+    return json.dumps(values, separators=(",", ":"), default=_fields_of).encode()
+
+
+def _fields_of(value: WeightManifest | AdapterSpec | BucketSpec | TensorSpec) -> dict[str, object]:
+    """`dataclasses.asdict` would also copy all values, of a hundred tensors and more."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def decode_manifest(data: bytes) -> WeightManifest:

@@ -22,8 +22,16 @@ def write_notes(buffer: Buffer, run_folder: Path, version: int, group_ids: Seque
     """Adds the notes to a record, unless Redis has none. Raises OSError."""
     if found := group_notes(buffer.connection, group_ids):
         known = read_notes(run_folder, version) | found  # a rollback may have met groups that Redis had forgotten
-        values = {group_id: asdict(notes) for group_id, notes in known.items()}
+        values = {group_id: _as_json(notes) for group_id, notes in known.items()}
         write_file(record_folder(run_folder, version) / NOTES_FILE, f"{json.dumps(values)}\n".encode())
+
+
+def _as_json(notes: GroupNotes) -> dict[str, object]:
+    returns, leases = (
+        [asdict(one) for one in notes.returns],
+        {stage: asdict(one) for stage, one in notes.leases.items()},
+    )
+    return {"admitted_at": notes.admitted_at, "returns": returns, "num_returns": notes.num_returns, "leases": leases}
 
 
 def read_notes(run_folder: Path, version: int) -> dict[str, GroupNotes]:
