@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tandem.protos.errors import DataError, SchemaVersionError
+from tandem.protos.row_headers import span_values
 from tandem.protos.types import (
     Prompt,
     SamplingMask,
@@ -69,7 +69,6 @@ _NOTHING = ("", "{}", None)
 """Values of a column without any content."""
 _NO_ROWS = pa.RecordBatch.from_pydict({name: [] for name in SCHEMA.names}, schema=SCHEMA)
 _END_OF_STREAM = bytes.fromhex("ffffffff00000000")
-_span_values = attrgetter(*VersionSpan.__dataclass_fields__)
 
 
 def encode_group(group: TrajectoryGroup) -> bytes:
@@ -118,11 +117,15 @@ class EncodedGroups:
         return np.repeat(np.arange(len(self.batches), dtype=np.int32), [one.num_rows for one in self.batches.values()])
 
     def decode(self) -> dict[str, TrajectoryGroup]:
-        """The groups by id, in order."""
+        """The groups by id, in order. Raises DataError if one does not begin with the first segment of a trajectory."""
         owners = self.owners.tolist()
         rows: list[list[Trajectory | ScoredTrajectory]] = [[] for _ in self.batches]
+        begun = set()
         for first_segment, row in _trajectories(self.segments):
             rows[owners[first_segment]].append(row)
+            begun.add(first_segment)
+        if not begun.issuperset(np.flatnonzero(np.diff(owners, prepend=-1)).tolist()):
+            raise DataError("the first segment of a group's payload is not the first one of a trajectory")
         groups = (TrajectoryGroup(decode_prompt(text), tuple(of)) for text, of in zip(self.prompts, rows, strict=True))
         return dict(zip(self.batches, groups, strict=True))
 
@@ -184,7 +187,7 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         "ids": _list_array(lengths, [s.ids for s in segments], np.int32),
         "behavior_logprobs": _list_array(lengths, [s.behavior_logprobs for s in segments], np.float32),
         "loss_mask": _list_array(lengths, [s.loss_mask for s in segments], np.uint8),
-        "spans": [[*map(_span_values, s.spans)] for s in segments],
+        "spans": [[*map(span_values, s.spans)] for s in segments],
         "sampling": _repeated("sampling", tuple(_sampling_text(t.sampling) for t, _, _, _ in rows)),
         "finish_reason": _repeated("finish_reason", tuple(t.finish_reason for t, _, _, _ in rows)),
         "text": ["" if number else t.text for t, _, number, _ in rows],
@@ -247,6 +250,7 @@ def _trajectories(batch: pa.RecordBatch) -> Iterator[tuple[int, Trajectory | Sco
         _split(batch.column(name)) for name in ("ids", "behavior_logprobs", "loss_mask")
     )
     spans, masks = _split_spans(batch.column("spans")), _split_masks(batch.column("sampling_mask"))
+    rewards = _split_rewards(batch.column("token_rewards"))
     starts = [row for row, number in enumerate(plain["segment"]) if number == 0]
     for start, stop in pairwise([*starts, batch.num_rows]):
         segments = tuple(
@@ -262,18 +266,14 @@ def _trajectories(batch: pa.RecordBatch) -> Iterator[tuple[int, Trajectory | Sco
             sampling=_decode_sampling(plain["sampling"][start]),
             earned_reward=plain["earned_reward"][start],
             metadata=_decode_mapping(plain["metadata"][start]),
-            token_rewards=_token_rewards(plain["token_rewards"][start:stop]),
+            token_rewards=tuple(one for one in rewards[start:stop] if one is not None) or None,
         )
         yield start, _scored(trajectory, plain, start) if plain["scored"][start] else trajectory
 
 
-_ARRAY_COLUMNS = {"ids", "behavior_logprobs", "loss_mask", "spans", "sampling_mask"}
+_ARRAY_COLUMNS = {"ids", "behavior_logprobs", "loss_mask", "spans", "token_rewards", "sampling_mask"}
 _PLAIN_COLUMNS = [name for name in SCHEMA.names if name not in _ARRAY_COLUMNS]
 """Read as Python values."""
-
-
-def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
-    return None if columns[0] is None else tuple(np.asarray(column, np.float32) for column in columns)
 
 
 def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) -> ScoredTrajectory:
@@ -304,6 +304,13 @@ def _split(column: pa.ListArray) -> list[NDArray[Any]]:
     # Views of Arrow's memory are read-only. Groups are never mutated, and computations copy them into tensors.
     values = column.values.to_numpy(zero_copy_only=True)
     return [values[first:last] for first, last in pairwise(column.offsets.to_pylist())]
+
+
+def _split_rewards(column: pa.ListArray) -> list[NDArray[np.float32] | None]:
+    if column.null_count == len(column):
+        return [None] * len(column)
+    valid = column.is_valid().to_pylist()
+    return [values if is_valid else None for values, is_valid in zip(_split(column), valid, strict=True)]
 
 
 def _split_spans(column: pa.ListArray) -> list[tuple[VersionSpan, ...]]:

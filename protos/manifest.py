@@ -68,7 +68,7 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
 
 
 def _fields_of(value: WeightManifest | AdapterSpec | BucketSpec | TensorSpec) -> dict[str, object]:
-    """`dataclasses.asdict` would also copy all values, of a hundred tensors and more."""
+    """The fields by name. `dataclasses.asdict` would also copy all values, of a hundred tensors or more."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 

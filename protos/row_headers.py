@@ -15,7 +15,7 @@ from tandem.protos.types import RowHeader, TrajectoryGroup, VersionSpan, version
 _FIELDS = tuple(RowHeader.__dataclass_fields__)
 _SPANS = _FIELDS.index("spans")
 _header_values = attrgetter(*_FIELDS)
-_span_values = attrgetter(*VersionSpan.__dataclass_fields__)
+span_values = attrgetter(*VersionSpan.__dataclass_fields__)
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
@@ -55,7 +55,7 @@ def header_lists(headers: Sequence[RowHeader]) -> list[list[object]]:
     """The JSON value of `encode_headers`."""
     rows: list[list[object]] = [[*_header_values(header)] for header in headers]
     for row, header in zip(rows, headers, strict=True):
-        row[_SPANS] = [*map(_span_values, header.spans)]
+        row[_SPANS] = [*map(span_values, header.spans)]
     return rows
 
 

@@ -81,7 +81,8 @@ def yield_to_others() -> None:
 @contextmanager
 def starting() -> Iterator[None]:
     """Turns garbage collection off inside, and excludes the objects made there from later collections: imports create a
-    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py).
+    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py). Collections are less
+    frequent afterwards.
     """
     gc.disable()
     try:

@@ -195,8 +195,8 @@ def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
             init(core, *args, **kwargs)
         finally:
             gc.enable()
-            collect_less_often()
         if core.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:  # else nobody copies the prompts
+            collect_less_often()
             schedule_prompts_once(core.scheduler)  # type: ignore[arg-type]
             allocate_whole_blocks(core.scheduler)  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -44,10 +45,10 @@ from tandem.services.run.endpoint import run_buffer, service_endpoint
 from tandem.services.run.replica import replica_name
 from tandem.services.service_info import ServiceInfo
 
+log = logging.getLogger(__name__)
+
 Decoded = tuple[pa.RecordBatch, TrajectoryGroup]
 """A group as it was sent, and decoded."""
-Attempt = tuple[GroupResult | Release, float]
-"""The outcome of one attempt, and how many seconds to wait before it is told to the buffer."""
 _IN_PROCESS_GROUPS = 32  # leased at once for scorers that take no time; what may hang is leased one a thread
 _RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the other reasons are final
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
@@ -186,48 +187,51 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
         """Scores the rows that may still get a score. A group whose scorer cannot be reached is kept for a pause."""
-        try:
-            decoded: Decoded | Release = await self._decoded(held.lease)
-        except DataError as error:
-            decoded = Release("undecodable", "data", str(error))
+        decoded = await self._decoded_together(held.lease) if self._rubric.in_process else None
         async with self._threads:
             if held.cancelled.is_set():
                 return SHUTDOWN
             with group_span("score", self._run_id, held.lease.group_id) as attributes:
-                if isinstance(decoded, Release):
-                    scored: Attempt = decoded, 0.0
-                elif self._rubric.in_process:  # a thread for each group would take longer than such a scorer
-                    scored = self._score(held, *decoded)
+                if self._rubric.in_process:  # a thread for each group would take longer than such a scorer
+                    outcome, pause_seconds = self._score(held, decoded)
                 else:
-                    scored = await run_in_thread(self._score, held, *decoded)
-                outcome, pause_seconds = scored
+                    outcome, pause_seconds = await run_in_thread(self._score, held, decoded)
                 if isinstance(outcome, Release):
                     attributes["tandem.reason"] = outcome.reason
+            del decoded  # with the groups that were decoded together with it
             if pause_seconds and not await self.loop.pause(held, pause_seconds):
                 return SHUTDOWN
             return outcome
 
-    async def _decoded(self, lease: Claim) -> Decoded:
-        """The group of a lease, decoded together with those that were claimed with it. Raises DataError."""
+    async def _decoded_together(self, lease: Claim) -> Decoded | None:
+        """The group of a lease, decoded together with those that were claimed with it; None if one of them has a fault,
+        and so each has to be decoded by itself.
+        """
         running = asyncio.get_running_loop()
         if not self._undecoded:
-            running.call_soon(self._decode_together)  # after the tasks of the other leases, which wait already
-        together: asyncio.Future[Decoded | None] = running.create_future()
-        self._undecoded.append((lease, together))
-        return await together or _decode([lease])[0]
+            running.call_soon(self._decode_together)  # after the tasks of the other leases, which are queued already
+        decoded: asyncio.Future[Decoded | None] = running.create_future()
+        self._undecoded.append((lease, decoded))
+        return await decoded
 
     def _decode_together(self) -> None:
         undecoded, self._undecoded = self._undecoded, []
         leases = [lease for lease, _ in undecoded]
         try:
             found: Sequence[Decoded | None] = _decode(leases)
-        except Exception:  # the task of the group that has the fault meets it again
+        except Exception as error:  # raised again for the group that has the fault
+            log.info("%d groups are decoded one by one: %s", len(leases), error)
             found = [None] * len(leases)
-        for (_, together), decoded in zip(undecoded, found, strict=True):
-            if not together.cancelled():
-                together.set_result(decoded)
+        for (_, future), decoded in zip(undecoded, found, strict=True):
+            if not future.cancelled():
+                future.set_result(decoded)
 
-    def _score(self, held: Held[Claim], batch: pa.RecordBatch, group: TrajectoryGroup) -> Attempt:
+    def _score(self, held: Held[Claim], decoded: Decoded | None) -> tuple[GroupResult | Release, float]:
+        """The outcome of one attempt, and how long to wait before it is told to the buffer."""
+        try:
+            batch, group = decoded or _decode([held.lease])[0]
+        except DataError as error:
+            return Release("undecodable", "data", str(error)), 0.0
         rows = [row for row in group.rows if isinstance(row, Trajectory)]
         progress = Progress.from_bytes(held.lease.partial)
         pending = progress.open_rows(rows, self._config)

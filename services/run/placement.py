@@ -106,8 +106,9 @@ def cpu_environment(name: str) -> Mapping[str, str]:
 
 
 def set_allocator(name: str) -> None:
-    """Gives this process the allocator's settings that the service `name` has where a run starts it: glibc reads the
-    variables only when a process starts. The user's are kept. Threads that run already may keep arenas of their own.
+    """Gives this process the allocator's settings that the service `name` has where a run starts it, except for huge
+    pages: glibc reads the variables only when a process starts. The user's are kept. Threads that run already may keep
+    arenas of their own.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # not glibc

@@ -27,11 +27,13 @@ def write_notes(buffer: Buffer, run_folder: Path, version: int, group_ids: Seque
 
 
 def _as_json(notes: GroupNotes) -> dict[str, object]:
-    returns, leases = (
-        [asdict(one) for one in notes.returns],
-        {stage: asdict(one) for stage, one in notes.leases.items()},
-    )
-    return {"admitted_at": notes.admitted_at, "returns": returns, "num_returns": notes.num_returns, "leases": leases}
+    leases = {stage: asdict(lease) for stage, lease in notes.leases.items()}
+    return {
+        "admitted_at": notes.admitted_at,
+        "returns": [asdict(one) for one in notes.returns],
+        "num_returns": notes.num_returns,
+        "leases": leases,
+    }
 
 
 def read_notes(run_folder: Path, version: int) -> dict[str, GroupNotes]:

@@ -177,6 +177,15 @@ def test_a_group_of_schema_version_1_has_no_sampling_mask_and_gets_scores() -> N
     assert plain(again) == plain(dataclasses.replace(group, rows=(scored,)))
 
 
+def test_of_several_groups_one_that_begins_with_a_later_segment_is_refused() -> None:
+    segment = Segment(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.uint8), ())
+    row = Trajectory(0, "policy", (segment, segment), "stop", "a", SamplingParameters())
+    batch = codec.group_to_batch(dataclasses.replace(example_group(), rows=(row,)))
+    payloads = {"0-1": codec.batch_to_payload(batch), "0-2": codec.batch_to_payload(batch.slice(1))}
+    with pytest.raises(DataError, match="not the first one of a trajectory"):
+        codec.EncodedGroups.of(payloads).decode()
+
+
 def test_a_prompt_of_schema_version_1_has_no_rows() -> None:
     batch = codec.group_to_batch(example_group()).drop_columns(["sampling_mask"])
     batch = batch.replace_schema_metadata({**batch.schema.metadata, codec.VERSION_KEY: b"1"})

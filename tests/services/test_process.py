@@ -34,6 +34,13 @@ def test_a_process_that_yields_lowers_the_priority_of_its_own_session_alone() ->
     assert (os.nice(0), group.read_text() if group.exists() else "none") == before
 
 
+def test_services_collect_garbage_less_often_once_they_have_started() -> None:
+    code = "import gc; from tandem.services.process import starting\nwith starting():\n    assert not gc.isenabled()\n"
+    code += "print(gc.isenabled(), gc.get_threshold()[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "True 10000\n"
+
+
 BUG = """
 import sys
 from tandem.services.command_line import run_service_command

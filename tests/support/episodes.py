@@ -44,8 +44,10 @@ class ScriptedSampler(Sampler):
         finish: FinishReason = "stop",
         stops_at: tuple[int, int] | None = None,
         first_version: int = 0,
+        own_tokenizer: Any = None,
     ) -> None:
-        super().__init__(tokenizer(), max_model_tokens=1000, seed=3)
+        self.tokenizer = own_tokenizer or tokenizer()
+        super().__init__(self.tokenizer, max_model_tokens=1000, seed=3)
         self._encode, self._words, self._finish, self._stops_at = tokenizer().encode, words, finish, stops_at
         self._first_version = first_version
         self.requests: list[SamplingRequest] = []

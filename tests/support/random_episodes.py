@@ -41,10 +41,9 @@ class RandomPolicy(ScriptedSampler):
     """Samples random tokens; a call or thoughts now and then. No two tokens have the same log-prob."""
 
     def __init__(self, tokenizer: Any, end_token: str) -> None:
-        super().__init__(lambda _: ())
-        self._tokenizer = tokenizer
+        super().__init__(lambda _: (), own_tokenizer=tokenizer)
         self._end = tokenizer.convert_tokens_to_ids(end_token)
-        self._vocabulary = len(self._tokenizer)
+        self._vocabulary = len(self.tokenizer)
         self._num_sampled = 0
         self.turns: list[Turn] = []
 
@@ -79,7 +78,7 @@ class RandomPolicy(ScriptedSampler):
         return [*text, *self._random.integers(0, known, self._random.integers(1, most + 1)).tolist()]
 
     def _encode_all(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 class RandomEnvironment:

@@ -242,7 +242,9 @@ def _versions(
     ]
     rows, firsts, versions = np.array(spans, np.int64).T
     width = 1 + max(len(one.ids) for one in segments)
-    places = np.searchsorted(rows * width + firsts, owners_N * width + positions_N, side="right") - 1
+    starts = rows * width + firsts
+    assert (np.diff(starts) >= 0).all(), "spans are in order, and begin within their row"
+    places = np.searchsorted(starts, owners_N * width + positions_N, side="right") - 1
     found: NDArray[np.int64] = versions[places]
     return found
 

@@ -52,7 +52,7 @@ def plan_batch(
 
     last = plan(packings[-1])
     if len(packings) == 1 or computed_tokens(last) <= SHARED_TOKENS * _num_tokens(last):
-        return last  # the first one would compute all tokens at least
+        return last  # the first one would compute at least all tokens
     first = plan(packings[0])
     return last if computed_tokens(last) <= SHARED_TOKENS * computed_tokens(first) else first
 

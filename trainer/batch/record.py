@@ -169,7 +169,7 @@ def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
 
 def _difference(wanted: Sequence[str], given: Sequence[str]) -> str:
     missing = [group_id for group_id in wanted if group_id not in given]
-    return f"no payload of group {missing[0]}" if missing else "the payloads of other groups, or in another order"
+    return f"no payload of group {missing[0]}" if missing else "the payloads are of more groups, or in another order"
 
 
 def _to_rows(groups: EncodedGroups) -> pa.RecordBatch:

@@ -261,7 +261,7 @@ class Searcher(ScriptedSampler):
 
     async def _generate(self, request: SamplingRequest) -> Completion:
         low, high = 1, 15
-        text = self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
+        text = self.tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
         for said, answer in zip(text.split("assistant\n")[1:-1], text.split("user\n")[1:], strict=True):
             guess = int(said.partition("<")[0])
             low, high = (guess + 1, high) if answer.startswith("higher") else (low, guess - 1)

@@ -52,8 +52,8 @@ class Caller(ScriptedSampler):
     """Writes its words with the tokens of calls, or spells them."""
 
     def __init__(self, words: Callable[[int], Sequence[str]]) -> None:
-        super().__init__(words)
-        self._tokenizer, self._encode = tokenizer(), self._ids
+        super().__init__(words, own_tokenizer=tokenizer())
+        self._encode = self._ids
 
     def _ids(self, words: str) -> list[int]:
         parts = list(words.removeprefix(SPELLED)) if words.startswith(SPELLED) else [words]

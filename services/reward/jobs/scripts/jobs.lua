@@ -80,9 +80,9 @@ local function signal()
     redis.call('DEL', SIGNAL)
     return
   end
-  for _ = redis.call('LLEN', SIGNAL) + 1, math.min(waiting, MAX_SIGNALS) do
-    redis.call('RPUSH', SIGNAL, '1')
-  end
+  local missing = {}
+  for i = 1, math.min(waiting, MAX_SIGNALS) - redis.call('LLEN', SIGNAL) do missing[i] = '1' end
+  if #missing > 0 then redis.call('RPUSH', SIGNAL, unpack(missing)) end
 end
 
 -- Returns chunks with an expired lease to their old place in the queue. The holder died, or a pause ended (which is a
