@@ -36,7 +36,8 @@ said.write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['LOCAL_RA
 said.rename(folder / said.name)
 while not (folder / "go").exists():
     time.sleep(0.01)
-    if (folder / f"fail{rank}").exists():
+    all_started = len(list(folder.glob(f"rank?-{times}"))) == int(os.environ["WORLD_SIZE"])
+    if all_started and (folder / f"fail{rank}").exists():
         sys.exit(int((folder / f"fail{rank}").read_text()))
 """
 
