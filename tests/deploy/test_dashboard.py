@@ -248,6 +248,7 @@ def test_what_answers_and_events_hold_is_text(tmp_path: Path, redis_url: str) ->
         page = visit.page
         for buffer in buffers:
             visit.page.goto(address)
+            expect(page.locator("#app:visible, #login:visible")).to_have_count(1)  # once the page knows the runs
             page.click("#add-token") if page.locator("#app").is_visible() else None
             page.fill("#token", run_token(buffer.secret(), Role.read))
             page.keyboard.press("Enter")
