@@ -83,11 +83,7 @@ def batch_to_payload(batch: pa.RecordBatch) -> bytes:
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
     """Decodes the output of `encode_group`. Raises SchemaVersionError if a newer Tandem wrote it, and DataError."""
-    return batch_to_group(payload_to_batch(payload))
-
-
-def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
-    """The group of a record batch that `payload_to_batch` returned."""
+    batch = payload_to_batch(payload)
     return TrajectoryGroup(decode_prompt(_prompt_text(batch)), tuple(row for _, row in _trajectories(batch)))
 
 
