@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import threading
 from collections.abc import Callable
 from multiprocessing import forkserver, get_context
@@ -28,4 +29,7 @@ class ForkServer:
         process = _CONTEXT.Process(target=target, args=arguments)
         with _STARTING, patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             process.start()
+        # start() polls all children of this set, of other threads as well. An exit code can be read only once: a thread
+        # that joins its process while another one starts a process could get 255.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         return process

@@ -179,8 +179,11 @@ class EndingSamplers:
         try:
             self._start_sampler()
             lengths = self._collect()
-        finally:
             self._end_sampler("kill")
+        finally:
+            if self._sampler is not None:  # after an error, which an assertion here would hide
+                self._sampler.kill()
+                self._sampler.join(20)
         assert self._buffer.verify() == []
         self._buffer.close()
         return np.sort(lengths)
