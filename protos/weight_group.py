@@ -31,8 +31,9 @@ from tandem.protos.store_source import StoreSource
 from tandem.protos.types import BucketSpec, DigestAlgorithm, TensorSpec, WeightGroupAddress
 
 _LEAST_HUGE_BYTES = 4 << 20
-_PART_BYTES = 4 << 20
-"""Size of what a rank of a chain passes on at once; 1 to 16 MiB differ by less than one measurement from the next."""
+_PART_BYTES = 1 << 20
+"""Size of what a rank of a chain passes on at once. A part stays in the cache of a core until its digest is computed;
+larger ones do not, and take longer where memory is slow (benchmarks/weight_transfer.py)."""
 _ANY_PORT = 9
 _SECRET_BYTES = 32
 _SECRET = "secret"
