@@ -29,7 +29,7 @@ class ForkServer:
         process = _CONTEXT.Process(target=target, args=arguments)
         with _STARTING, patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             process.start()
-        # start() polls all children of this set, of other threads as well. An exit code can be read only once: a thread
-        # that joins its process while another one starts a process could get 255.
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+            # start() polls all children of this set, of other threads as well. An exit code can be read only once: a
+            # thread that joins its process while another one starts a process could get 255.
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         return process
