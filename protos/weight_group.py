@@ -32,8 +32,9 @@ from tandem.protos.types import BucketSpec, DigestAlgorithm, TensorSpec, WeightG
 
 _LEAST_HUGE_BYTES = 4 << 20
 _PART_BYTES = 1 << 20
-"""Size of what a rank of a chain passes on at once. A part stays in the cache of a core until its digest is computed;
-larger ones do not, and take longer where memory is slow (benchmarks/weight_transfer.py)."""
+"""Size of what a rank of a chain passes on at once. A part of this size is in a core's cache when its digest is
+computed. Larger ones make a transfer to one receiver slower where memory is slow (benchmarks/weight_transfer.py).
+"""
 _ANY_PORT = 9
 _SECRET_BYTES = 32
 _SECRET = "secret"
