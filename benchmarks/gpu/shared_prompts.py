@@ -1,11 +1,12 @@
-"""Attention over shared prompts (trainer/models/shared_attention.py) against rows of their own: a model's log-probs and
-gradients against float32, and the time of forward and backward.
+"""Attention over shared prompts (trainer/models/shared_attention.py) against rows of their own, padded or end to end: a
+model's log-probs and gradients against float32, and the time of forward and backward.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def main(outcome: Outcome, arguments: list[str]) -> None:
         folder = write_model(Path(name) / "model", dtype="float32", initializer_range=0.05, **shape)
         rows = _rows(200, 40, 2, shape["vocab_size"])
         model: Any = load_model(folder, "bfloat16").to(device())
-        flat = varlen_attention(model, device(), torch.bfloat16)
+        padded, flat = str(model.config._attn_implementation), varlen_attention(model, device(), torch.bfloat16)
         assert flat is not None
-        attention: dict[Packing, str] = {"flat": flat, "shared": SHARED_PROMPTS}
+        attention: dict[Packing, str] = {"padded": padded, "flat": flat, "shared": SHARED_PROMPTS}
         outcome.lines.append("bfloat16 against float32 with padded rows, 2 prompts of 200 tokens, 8 answers of 40:")
         compare_packings(outcome, folder, model, rows, attention)
         _time(outcome, model, attention, shape["vocab_size"])
@@ -68,15 +69,22 @@ def _time(outcome: Outcome, model: Any, attention: dict[Packing, str], vocabular
             model.set_attn_implementation(attention[packing])
             backward(model, batches[packing])
 
-        flat, shared = timed_rounds([lambda: train("flat"), lambda: train("shared")], repeats=5, warm_ups=2)
-        ratio = statistics.median(one / other for one, other in zip(shared, flat, strict=True))
+        rounds = timed_rounds([partial(train, packing) for packing in attention], repeats=5, warm_ups=2)
+        seconds = dict(zip(attention, rounds, strict=True))
         tokens = {packing: batch.ids_BT.numel() for packing, batch in batches.items()}
-        cells = f"{num_prompts} × ({prompt} + {ANSWERS} × {answer})", f"{tokens['shared'] / tokens['flat']:.2f}"
-        lines.append([*cells, f"{statistics.median(flat):.3f}", f"{statistics.median(shared):.3f}", f"{ratio:.2f}"])
-    outcome.lines.append("Forward and backward of the rows of some prompts, medians of 5 rounds:")
+        cells = f"{num_prompts} × ({prompt} + {ANSWERS} × {answer})", f"{tokens['shared'] / tokens['padded']:.2f}"
+        medians = [f"{statistics.median(each):.3f}" for each in rounds]
+        ratios = [f"{_ratio(seconds['shared'], seconds[other]):.2f}" for other in ("padded", "flat")]
+        lines.append([*cells, *medians, *ratios])
+    outcome.lines.append("Forward and backward of the rows of some prompts, medians of 5 rounds and of their ratios:")
+    times = [f"{packing} s" for packing in attention]
     outcome.table(
-        ("prompts × (prompt + answers)", "tokens shared / flat", "flat s", "shared s", "shared / flat"), lines
+        ("prompts × (prompt + answers)", "tokens shared / padded", *times, "shared / padded", "shared / flat"), lines
     )
+
+
+def _ratio(seconds: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(seconds, others, strict=True))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.protos import weight_group
 from tandem.protos.bucket_digest import DIGEST_BYTES
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import WeightManifest
@@ -136,7 +137,7 @@ def test_a_damaged_difference_is_refused_and_whole_weights_follow(
 @pytest.mark.parametrize("num_receivers", [1, 2, 5])
 def test_a_chain_delivers_large_and_small_buckets_to_every_rank(num_receivers: int) -> None:
     source = Tensors()
-    part = (4 << 20) // 4
+    part = weight_group._PART_BYTES // 4
     for size in (2 * part + 70_000, part, part - 4):  # in the last one, a part ends inside the digest
         source.tensors[f"large-{size}"] = torch.arange(size, dtype=torch.float32)
     sender = WeightSender(source, bucket_bytes=400, store=IN_MEMORY)

@@ -58,7 +58,7 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         self.version = -1
         self.value = float("nan")
         self.applied: dict[str, torch.Tensor] = {}
-        self.updates = 0
+        self.updates = self.num_differences = 0
         self.joins = self.joined_incarnation = 0
         self.fault: Exception | None = None
         self.hold = threading.Event()
@@ -104,6 +104,7 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
             self.value = float(tensor.flatten()[0])
         self.version = manifest.policy_version
         self.updates += 1
+        self.num_differences += manifest.base is not None
         return rollout_pb2.UpdateWeightsReply(
             policy_version=self.version, digests=digests, transfer_seconds=0.25, stall_seconds=0.125
         )

@@ -142,6 +142,14 @@ def test_statistics_and_gradients_equal_those_of_padded_rows_in_float64(
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
+def test_log_probs_in_float32_differ_from_those_of_padded_rows_by_a_hundred_thousandth_at_most(model: Path) -> None:
+    policy = load_model(model, "float32")
+    expected = answers(policy, stack(make_rows(MIXED), CPU))
+    policy.set_attn_implementation(SHARED_PROMPTS)
+    found = answers(policy, stack(make_rows(MIXED), CPU, packing="shared"))
+    assert (found.logprobs_N - expected.logprobs_N).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=4), LlamaConfig(**SMALL), LATENT])
 @pytest.mark.parametrize("kernel_of", ["blocks", "variable-length"])
 def test_architectures_with_attention_of_their_own_give_the_log_probs_of_padded_rows(
