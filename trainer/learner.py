@@ -304,13 +304,15 @@ class Learner(Rank):
         critic = {} if self._critic is None else {"critic": self._critic.engine}
         return {"engine": self._engine, **critic}
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Writes the policy as a Hugging Face folder and replaces an existing one. LoRA adapters are merged into it,
-        and also written separately to `<folder>-adapter`. Raises EnvironmentLackError if the disk is full.
+        and also written separately to `<folder>-adapter`. With `weights`, which rank 0 has whole already, none are
+        gathered. Raises EnvironmentLackError if the disk is full.
         """
-        # Weights that this rank holds whole do not change before this returns.
-        copy = not self.gathers_in_threads
-        weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0, copy=copy)
+        if weights is None:
+            # Weights that this rank holds whole do not change before this returns.
+            copy = not self.gathers_in_threads
+            weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0, copy=copy)
         if self.rank == 0:
             write_export(self._model, weights, self._source, folder)
         if self._adapters is not None:

@@ -126,6 +126,16 @@ class WeightSender:
         assert self._kept.newest is not None, "a copy exists once a version was broadcast, until the next snapshot"
         return self._kept.newest
 
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """Whether the copy has all weights, not only adapters."""
+        return self._adapters is None
+
+    def kept_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the copy by name, which the next version overwrites; none on ranks other than 0."""
+        held = zip(self.copy.manifest.buckets, self.copy.buffers, strict=True) if self._source.rank == 0 else ()
+        return {name: tensor for spec, buffer in held for name, tensor in bucket_tensors(spec, buffer)}
+
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:

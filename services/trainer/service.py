@@ -308,9 +308,16 @@ class Trainer:
         self.evaluate(due)
 
     def export(self, folder: Path) -> None:
+        """Writes the policy. Where it would have to be gathered into host memory, it is written from the copy of its
+        published version, which is there already.
+        """
+        weights = None
+        if self.sender.keeps_whole_weights and not self.learner.gathers_in_threads:
+            self.wait_until_published()
+            weights = self.sender.kept_weights()
         self.check_incarnation()
         with self.writing("an export"):
-            self.learner.export(folder)
+            self.learner.export(folder, weights)
 
     def save_checkpoint(self) -> None:
         if self.saved_version != self.version:

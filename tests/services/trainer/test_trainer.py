@@ -142,8 +142,8 @@ def test_a_version_is_exported_and_published_while_the_next_one_trains_and_befor
             trains.set()
         return train_batch(self, prepared, *args, **kwargs)
 
-    def observed_export(self: Learner, folder: Path) -> None:
-        export(self, folder)
+    def observed_export(self: Learner, folder: Path, *weights: Any) -> None:
+        export(self, folder, *weights)
         events.append(("exported", int(folder.name) if folder.name.isdigit() else -1))
 
     def observed_publish(self: Buffer, incarnation: int, version: int, *more: Any) -> None:
