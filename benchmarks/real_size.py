@@ -6,12 +6,13 @@
 `--small` has a model of 1.6 M parameters, to try the benchmark itself; estimates of its memory are too coarse to hold.
 KEY=VALUE changes the recipe. The record has the seconds of every phase of every batch, bytes and stall of every weight
 update, and the largest proportional set size (PSS) of each process in samples a second apart, beside what the check
-before a run estimates. Before that, a run at S = 0 with shorter answers, as many in flight, measures rates, from which
-`tandem plan`'s simulation predicts how long the first batch is sampled, before there is anything to train, and how long
-a later batch takes.
+before a run estimates. Before and after that, a run at S = 0 with shorter answers, as many in flight, measures rates,
+from which `tandem plan`'s simulation predicts how long the first batch is sampled, before there is anything to train,
+how long it is trained, while the sampler makes up for the staleness budget, and how long a later batch takes. The
+machine changes its speed meanwhile, so a prediction is the mean of both.
 
 The exit code is 1 if the run ends early, if a service was restarted, or if the memory of the sampler or the trainer or
-one of the two predictions is off by more than a fifth.
+a prediction is off by more than a fifth.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ def main() -> int:
         parser.error("--batches: the predictions need two batches")
     with tempfile.TemporaryDirectory(prefix="tandem-real-size-") as scratch:
         recipe = _prepare(Path(scratch), SMALL if arguments.small else QWEN_0_5B, arguments.batches, overrides)
-        rates = _calibrated(recipe, overrides)
+        rates = [_calibrated(recipe, overrides, "before")]
         command = " ".join(["python benchmarks/real_size.py", *sys.argv[1:]])
         record = {"command": command, **_run(recipe, overrides)}
+        rates.append(_calibrated(recipe, overrides, "after"))
         record["plan"] = _compared(rates, recipe, record["batches"])
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     missed = list(faults(record, arguments.batches))
@@ -102,9 +104,9 @@ def faults(record: Mapping[str, Any], batches: int) -> Iterator[str]:
             yield f"{name}: {error:+.0%} beside the prediction"
 
 
-def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> calibration.Measured:
+def _calibrated(recipe: Recipe, overrides: Sequence[str], name: str) -> calibration.Measured:
     """The rates of a run whose batches differ in their tokens."""
-    folder = recipe.folder.with_name("calibration")
+    folder = recipe.folder.with_name(name)
     own = {
         "run.folder": folder,
         "run.total_batches": calibration.WARM_UP_BATCHES + calibration.LEAST_BATCHES,
@@ -115,24 +117,35 @@ def _calibrated(recipe: Recipe, overrides: Sequence[str]) -> calibration.Measure
     return calibration.measure(folder)
 
 
-def _compared(rates: calibration.Measured, recipe: Recipe, batches: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _compared(
+    rates: Sequence[calibration.Measured], recipe: Recipe, batches: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
     """Seconds as measured and as predicted; nothing after a run that ended early."""
     leases = [notes.leases for notes in read_notes(recipe.folder, 1).values()]
     if len(batches) < 2 or not leases:
         return {}
-    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
-    group = GroupSize(PROMPT_TOKENS, (recipe.rollout.max_response_tokens,) * recipe.rollout.samples_per_prompt)
-    simulated = Ring(setting, rates.rates, [group]).run(len(batches))
     sampled = max(one["generated"].since for one in leases) - min(one["prompts"].since for one in leases)
-    later = statistics.mean(batch["seconds_total"] for batch in batches[1:])
+    measured = {
+        "seconds_sampling_the_first_batch": sampled,
+        "seconds_training_the_first_batch": batches[0]["seconds_train"],
+        "seconds_of_later_batches": statistics.mean(batch["seconds_total"] for batch in batches[1:]),
+    }
+    predicted = [_predicted(one, recipe, len(batches)) for one in rates]
     return {
-        "seconds_sampling_the_first_batch": _pair(sampled, simulated[0].idle_seconds),
-        "seconds_of_later_batches": _pair(later, statistics.mean(batch.seconds for batch in simulated[1:])),
+        name: {"measured": round(seconds, 2), "predicted": round(statistics.mean(one[name] for one in predicted), 2)}
+        for name, seconds in measured.items()
     }
 
 
-def _pair(measured: float, predicted: float) -> dict[str, float]:
-    return {"measured": round(measured, 2), "predicted": round(predicted, 2)}
+def _predicted(rates: calibration.Measured, recipe: Recipe, num_batches: int) -> dict[str, float]:
+    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
+    group = GroupSize(PROMPT_TOKENS, (recipe.rollout.max_response_tokens,) * recipe.rollout.samples_per_prompt)
+    simulated = Ring(setting, rates.rates, [group]).run(num_batches)
+    return {
+        "seconds_sampling_the_first_batch": simulated[0].idle_seconds,
+        "seconds_training_the_first_batch": simulated[0].seconds - simulated[0].idle_seconds,
+        "seconds_of_later_batches": statistics.mean(batch.seconds for batch in simulated[1:]),
+    }
 
 
 def _measured_run(recipe: Recipe, overrides: Sequence[str]) -> list[Sample]:

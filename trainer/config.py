@@ -11,6 +11,8 @@ from tandem.protos.error_text import did_you_mean
 from tandem.protos.options import Options
 from tandem.trainer.algorithm import AlgorithmConfig
 
+_REPLY_SECONDS = 15.0
+"""Of pings and replies of samplers, beside the deadlines of a publication."""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -160,13 +162,26 @@ class WeightsConfig(Options):
     """
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Deadline of an update. A sampler that has not acknowledged it by then is STALE and claims nothing until it is
-    updated.
+    updated. With `nccl` and `ipc`, all ranks wait for an update: it must fit into
+    trainer.collective_timeout_seconds, which is twice the deadline and some seconds with `nccl`.
     """
 
     @property
     def sends_snapshots(self) -> bool:
         """Whether versions are sent from a copy in host memory, beside training, and not from a GPU's memory."""
         return self.backend in ("gloo", "disk")
+
+    def check_deadline(self, num_ranks: int, collective_timeout_seconds: float) -> None:
+        """Raises ValueError if a publication may last longer than the other ranks wait for rank 0. With `nccl`,
+        samplers have one deadline to join and another one to receive.
+        """
+        most = (2 if self.backend == "nccl" else 1) * self.deadline_seconds + _REPLY_SECONDS
+        if not self.sends_snapshots and num_ranks > 1 and most >= collective_timeout_seconds:
+            raise ValueError(
+                f'with weights.backend "{self.backend}" all ranks wait for a publication, which may take {most:g} s; '
+                f"lower weights.deadline_seconds ({self.deadline_seconds:g}) or raise "
+                f"trainer.collective_timeout_seconds ({collective_timeout_seconds:g})"
+            )
 
 
 class SftConfig(Options):

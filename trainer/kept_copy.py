@@ -1,4 +1,4 @@
-"""The copy of the newest version in rank 0's memory, from which late joiners are updated."""
+"""The copy of the newest version in rank 0's memory, for late joiners, differences and exports."""
 
 from __future__ import annotations
 

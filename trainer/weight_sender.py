@@ -122,7 +122,7 @@ class WeightSender:
 
     @property
     def copy(self) -> WeightCopy:
-        """The newest version, for late joiners; only on rank 0."""
+        """The newest version, for late joiners and exports; only on rank 0."""
         assert self._kept.newest is not None, "a copy exists once a version was broadcast, until the next snapshot"
         return self._kept.newest
 

@@ -266,6 +266,8 @@ class Recipe(Options):
                 "samples_per_prompt × max_response_tokens × rollout.top_k; lower rollout.top_k"
             )
         self._check_encoding()
+        num_ranks = self.trainer.num_ranks * self.trainer.num_nodes
+        self.weights.check_deadline(num_ranks, self.trainer.collective_timeout_seconds)
         scorer = "" if self.reward.rubric else self.reward.scorer
         check_sets(self.eval_sets, self.rollout.max_response_tokens, self.environment, scorer)
         check_metric(self.eval.keep_best, self.eval_sets)

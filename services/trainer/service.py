@@ -290,8 +290,8 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """Writes the export that is due, beside the version's publication unless a checkpoint is due, which is written
-        first, once the version is published. Then starts a due evaluation.
+        """Writes the export that is due, and before it the checkpoint that is due, once the version is published. Then
+        starts a due evaluation.
         """
         exports, saves = self._due(self.recipe.trainer.export_every), self._due(self.recipe.checkpoint_every)
         folder = self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}"
@@ -308,8 +308,8 @@ class Trainer:
         self.evaluate(due)
 
     def export(self, folder: Path) -> None:
-        """Writes the policy. Where it would have to be gathered into host memory, it is written from the copy of its
-        published version, which is there already.
+        """Writes the policy. Weights that are not whole in this process's host memory are taken from the copy of the
+        published version, if it has all weights.
         """
         weights = None
         if self.sender.keeps_whole_weights and not self.learner.gathers_in_threads:
