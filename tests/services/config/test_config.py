@@ -105,12 +105,6 @@ def test_an_unknown_section_names_the_nearest_known_one_or_all_keys() -> None:
         ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate"),
         ({"trainer": {"zero_stage": 4}}, "trainer.zero_stage"),
         ({"weights": {"backend": "pigeon"}}, "weights.backend"),
-        (
-            {"weights": {"backend": "nccl", "deadline_seconds": 145.0}, "trainer": {"num_ranks": 2}},
-            "may take 305 s; lower weights.deadline_seconds (145) or raise trainer.collective_timeout_seconds (300)",
-        ),
-        ({"weights": {"encoding": "delta", "backend": "disk"}}, 'needs weights.backend "gloo", not "disk"'),
-        ({"weights": {"encoding": "delta"}, "trainer": {"lora": {}}}, 'trainer.lora.broadcast is "adapter"'),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
         ({"reward": {"min_scored_samples": 99}}, "reward.min_scored_samples"),
         ({"trainer": {"tokens_per_micro_batch": 8}}, "trainer.tokens_per_micro_batch"),
