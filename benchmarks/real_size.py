@@ -59,8 +59,8 @@ SMALL |= {"num_attention_heads": 2}
 MOST_ERROR = 0.2
 DEADLINE_SECONDS = 7200.0
 PROMPTS, PROMPT_TOKENS, ANSWERS, ANSWER_TOKENS = 8, 16, 4, 128
-CALIBRATION_TOKENS = range(4, 45)
-"""Lengths of answers in the run that measures rates. A batch of the mean length takes about a minute."""
+CALIBRATION_TOKENS = (24, 24, 24, 4, 44, 14, 34, 44, 4, 34, 14)
+"""Mean lengths of the answers of each batch in the run that measures rates, of which the first three do not count."""
 SAMPLER, TRAINER = ("rollout", "VLLM::EngineCore"), ("trainer",)
 UPDATE = ("weight_bytes", "weight_transfer_seconds", "weight_stall_seconds", "samplers_acknowledged")
 
@@ -112,6 +112,8 @@ def _calibrated(recipe: Recipe, overrides: Sequence[str], name: str) -> calibrat
         "run.total_batches": calibration.WARM_UP_BATCHES + calibration.LEAST_BATCHES,
         "run.staleness_budget": 0,
         "data.train_file": recipe.folder.with_name("calibration.parquet"),
+        "data.shuffle": "false",
+        "trainer.packing": "padded",  # as the run's batches, of whose tokens too few are prompts
     }
     _measured_run(recipe, [*overrides, *(f"{key}={value}" for key, value in own.items())])
     return calibration.measure(folder)
@@ -138,7 +140,7 @@ def _compared(
 
 
 def _predicted(rates: calibration.Measured, recipe: Recipe, num_batches: int) -> dict[str, float]:
-    setting = replace(calibration.setting_of(recipe), processors=rates.processors)
+    setting = replace(calibration.setting_of(recipe), processors=rates.processors, total_groups=num_batches * PROMPTS)
     group = GroupSize(PROMPT_TOKENS, (recipe.rollout.max_response_tokens,) * recipe.rollout.samples_per_prompt)
     simulated = Ring(setting, rates.rates, [group]).run(num_batches)
     return {
@@ -192,8 +194,9 @@ def _prepare(folder: Path, shape: Mapping[str, float], batches: int, overrides: 
     """Writes model, prompts and recipe."""
     build_model(folder / "model", shape)
     dice = random.Random(0)
+    means = [mean for mean in CALIBRATION_TOKENS for _ in range(PROMPTS)]
     _write_prompts(folder / "train.parquet", [None] * 100)
-    _write_prompts(folder / "calibration.parquet", [dice.choice(CALIBRATION_TOKENS) for _ in range(100)])
+    _write_prompts(folder / "calibration.parquet", [round(mean * dice.uniform(0.6, 1.4)) for mean in means])
     (folder / "recipe.toml").write_text(_RECIPE.format(folder=folder, batches=batches))
     return load_recipe(folder / "recipe.toml", overrides)
 

@@ -74,6 +74,8 @@ class Setting:
     output_every: int = 0
     processors: float = math.inf
     """Of the machine on which all of them run; infinite if they run on several."""
+    total_groups: float = math.inf
+    """Groups of the whole run, without those that selection drops; infinite for a run without an end."""
 
     @property
     def credits(self) -> int:
@@ -137,7 +139,7 @@ class Ring:
         self._now = 0.0
         self._calendar: list[tuple[float, int, Callable[[], None]]] = []
         self._events = 0
-        self._admitted = 0
+        self._admitted = self._rejected = 0
         self._outstanding = 0
         self._prompts: deque[int] = deque()
         self._samplers = [_Sampler() for _ in range(setting.samplers)]
@@ -175,7 +177,8 @@ class Ring:
     # ---- feed and samplers ----
 
     def _admit(self) -> None:
-        while self._outstanding < self._setting.credits:
+        most = self._setting.total_groups + self._rejected
+        while self._outstanding < self._setting.credits and self._admitted < most:
             self._prompts.append(self._admitted)
             self._admitted += 1
             self._outstanding += 1
@@ -291,6 +294,7 @@ class Ring:
     def _is_scored(self, group: int) -> None:
         if self._random.random() < self._rates.rejected_fraction:
             del self._version_of[group]
+            self._rejected += 1
             self._outstanding -= 1
             self._after(HOP_SECONDS, self._admit)
             return

@@ -106,6 +106,17 @@ def test_processors_that_both_want_slow_both_down() -> None:
     assert simulate(two, rows, GROUPS).steps_per_minute == pytest.approx(one_sampler, rel=0.01)
 
 
+@pytest.mark.parametrize("rejected_fraction", [0.0, 0.5])
+def test_a_run_that_ends_samples_the_groups_of_its_batches_and_no_more(rejected_fraction: float) -> None:
+    slow = replace(RATES, token_seconds=1.0, rejected_fraction=rejected_fraction)
+    endless = Ring(Setting(2, 2, groups_in_flight=2), slow, GROUPS).run(4)
+    ending = Ring(Setting(2, 2, groups_in_flight=2, total_groups=8), slow, GROUPS).run(4)
+    trained, others = ({number for batch in run for number in batch.groups} for run in (ending, endless))
+    assert trained == others
+    assert ending[-1].outstanding == 2 and (ending[-1].unsampled, ending[-1].sampling) == (0, 0)
+    assert sum(batch.sampled_tokens for batch in ending) < sum(batch.sampled_tokens for batch in endless)
+
+
 def test_a_long_answer_holds_its_sampler_and_a_stall_delays_it() -> None:
     uneven = [GroupSize(10, (50, 100))]
     assert Ring(Setting(1, 0), RATES, uneven).run(2)[1].sampler_steps == pytest.approx(100.0)
