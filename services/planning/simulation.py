@@ -138,9 +138,7 @@ class Ring:
         self._random = random.Random(seed)
         self._now = 0.0
         self._calendar: list[tuple[float, int, Callable[[], None]]] = []
-        self._events = 0
-        self._admitted = self._rejected = 0
-        self._outstanding = 0
+        self._events = self._admitted = self._rejected = self._outstanding = 0
         self._prompts: deque[int] = deque()
         self._samplers = [_Sampler() for _ in range(setting.samplers)]
         self._rows_left: dict[int, int] = {}
@@ -148,8 +146,7 @@ class Ring:
         self._unscored: deque[int] = deque()
         self._free_scorers = setting.scorers
         self._scored: deque[int] = deque()
-        self._published_version = 0
-        self._trained_version = 0
+        self._published_version = self._trained_version = 0
         self._waiting: tuple[tuple[int, ...], float, float] | None = None
         """The arguments of the next `_publish`, which waits until the version before is published."""
         self._trainer_busy = False
@@ -158,7 +155,6 @@ class Ring:
         self._idle_since = 0.0
         self._busy_seconds = self._steps = self._tokens = 0.0
         self._last = SimulatedBatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._began = 0.0
         self.batches: list[SimulatedBatch] = []
 
     def run(self, num_batches: int) -> list[SimulatedBatch]:
