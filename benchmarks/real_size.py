@@ -8,8 +8,8 @@ KEY=VALUE changes the recipe. The record has the seconds of every phase of every
 update, and the largest proportional set size (PSS) of each process in samples a second apart, beside what the check
 before a run estimates. Before and after that, a run at S = 0 with shorter answers, as many in flight, measures rates,
 from which `tandem plan`'s simulation predicts how long the first batch is sampled, before there is anything to train,
-how long it is trained, while the sampler makes up for the staleness budget, and how long a later batch takes. The
-machine changes its speed meanwhile, so a prediction is the mean of both.
+how long it is trained, while the sampler samples the other batches, and how long a later batch takes, when nothing is
+left to sample. The machine changes its speed meanwhile, so a prediction is the mean of both.
 
 The exit code is 1 if the run ends early, if a service was restarted, or if the memory of the sampler or the trainer or
 a prediction is off by more than a fifth.

@@ -162,8 +162,8 @@ class WeightsConfig(Options):
     """
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Deadline of an update. A sampler that has not acknowledged it by then is STALE and claims nothing until it is
-    updated. With `nccl` and `ipc`, all ranks wait for an update: it must fit into
-    trainer.collective_timeout_seconds, which is twice the deadline and some seconds with `nccl`.
+    updated. With several ranks and `ipc` or `nccl`, all ranks wait for an update, so the deadline (with `nccl` twice
+    the deadline) and 15 s must be less than trainer.collective_timeout_seconds.
     """
 
     @property

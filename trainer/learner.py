@@ -306,8 +306,8 @@ class Learner(Rank):
 
     def export(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Writes the policy as a Hugging Face folder and replaces an existing one. LoRA adapters are merged into it,
-        and also written separately to `<folder>-adapter`. Rank 0 may have all `weights`
-        already; then they are not gathered. Raises EnvironmentLackError if the disk is full.
+        and also written separately to `<folder>-adapter`. With `weights`, which rank 0 has whole and other ranks leave
+        empty, the policy is not gathered. Raises EnvironmentLackError if the disk is full.
         """
         if weights is None:
             # Weights that this rank holds whole do not change before this returns.
