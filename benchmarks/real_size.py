@@ -39,7 +39,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.process_usage import Sample, peak_memory, peaks, run_measured  # noqa: E402
 from tandem.services.config import Recipe, load_recipe  # noqa: E402
 from tandem.services.planning import calibration  # noqa: E402
-from tandem.services.planning.simulation import GroupSize, Ring  # noqa: E402
+from tandem.services.planning.rates import GroupSize  # noqa: E402
+from tandem.services.planning.simulation import Ring  # noqa: E402
 from tandem.services.run.estimates import memory_need_bytes  # noqa: E402
 from tandem.services.run.model_check import check_model  # noqa: E402
 from tandem.services.trainer.notes import read_notes  # noqa: E402

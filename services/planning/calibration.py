@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from tandem.protos.errors import UserError
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.planning.observation import Batch, batches_of
-from tandem.services.planning.simulation import GroupSize, Rates, Ring, Setting
+from tandem.services.planning.rates import GroupSize, Rates, Setting
+from tandem.services.planning.simulation import Ring
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.json_files import METRICS_FILE, JsonLines
 from tandem.trainer.batch.record import read_plan, recorded_versions
@@ -94,7 +95,8 @@ def _sizes(folder: Path, version: int) -> list[GroupSize]:
     for header in plan.headers:
         prompts.setdefault(header.group_id, header.num_tokens - header.num_loss_tokens)
         answers.setdefault(header.group_id, defaultdict(int))[header.trajectory_id] += max(1, header.num_loss_tokens)
-    return [GroupSize(prompts[one], tuple(answers[one].values())) for one in plan.group_ids]
+    shared = plan.packing == "shared"
+    return [GroupSize(prompts[one], tuple(answers[one].values()), shared) for one in plan.group_ids]
 
 
 def _trainer_rates(

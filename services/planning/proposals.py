@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from tandem.protos.errors import UserError
 from tandem.services.config import Recipe
 from tandem.services.planning.calibration import Measured, setting_of
-from tandem.services.planning.simulation import GroupSize, Prediction, Rates, simulate
+from tandem.services.planning.rates import GroupSize, Rates
+from tandem.services.planning.simulation import Prediction, simulate
 
 RANKS_EFFICIENCY = 0.9
 """Assumed: twice as many trainer ranks train 2 · 0.9 times as fast."""

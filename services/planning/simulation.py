@@ -7,79 +7,15 @@ on one machine, its processors: while they want more of them than there are, all
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tandem.services.planning.rates import GroupSize, Rates, Setting
+
 HOP_SECONDS = 0.02
 """Assumed delay between two services: from the end of one's work on a group to the start of the next one's."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """The tokens of one group."""
-
-    prompt_tokens: int
-    answer_tokens: tuple[int, ...]
-    """Sampled tokens of each answer."""
-
-    @property
-    def trained_tokens(self) -> int:
-        return self.prompt_tokens * len(self.answer_tokens) + sum(self.answer_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Seconds that work takes. A sampler's step lasts `step_seconds + row_seconds · rows in flight` and samples one
-    token of each row. A batch takes the trainer `batch_seconds + token_seconds · tokens`.
-    """
-
-    step_seconds: float
-    row_seconds: float
-    batch_seconds: float
-    token_seconds: float
-    publish_seconds: float = 0.0
-    """The trainer stands still for so long to publish a version."""
-    publication_seconds: float = 0.0
-    """A version then takes so long to reach the samplers, beside the training of the next one."""
-    stall_seconds: float = 0.0
-    """Samplers stand still for so long at each update."""
-    score_seconds: float = 0.0
-    """One reward service scores a group in so long, one group after the other."""
-    evaluation_seconds: float = 0.0
-    """The trainer waits so long for an evaluation, before it publishes the next version."""
-    output_seconds: float = 0.0
-    """A checkpoint or an export."""
-    rejected_fraction: float = 0.0
-    """Share of the scored groups that selection drops."""
-    trainer_processors: float = 0.0
-    """Processors that the trainer keeps busy while it works."""
-    sampler_processors: float = 0.0
-    """Processors that a sampler and the reward service keep busy while it samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A ring to simulate."""
-
-    groups_per_batch: int
-    staleness_budget: int
-    samplers: int = 1
-    groups_in_flight: int = 16
-    """Groups that a sampler holds at most."""
-    scorers: int = 1
-    evaluate_every: int = 0
-    output_every: int = 0
-    processors: float = math.inf
-    """Of the machine on which all of them run; infinite if they run on several."""
-    total_groups: float = math.inf
-    """Groups of the whole run, without those that selection drops; infinite for a run without an end."""
-
-    @property
-    def credits(self) -> int:
-        return (self.staleness_budget + 1) * self.groups_per_batch
 
 
 @dataclass(frozen=True, slots=True)

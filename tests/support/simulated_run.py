@@ -8,7 +8,8 @@ from pathlib import Path
 from tandem.protos.types import RowHeader, VersionSpan
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.planning.calibration import setting_of
-from tandem.services.planning.simulation import GroupSize, Rates, Ring
+from tandem.services.planning.rates import GroupSize, Rates
+from tandem.services.planning.simulation import Ring
 from tandem.services.run.json_files import METRICS_FILE
 from tandem.trainer.batch.planning import plan_batch
 from tandem.trainer.batch.record import PLAN_FILE, batch_to_json, record_folder
@@ -60,8 +61,12 @@ def _write_plan(recipe: Recipe, step: int, sizes: list[GroupSize], *, first: int
     ids = [f"0-{first + number}" for number in range(len(sizes))]
     spans = (VersionSpan(0, 1, 0),)
     headers = [
-        RowHeader(group, row, 0, "policy", size.prompt_tokens + length, length, 1.0, spans, "length", 1.0)
-        for group, size in zip(ids, sizes, strict=True)
+        RowHeader(
+            *(group, row, 0, "policy", size.prompt_tokens + length, length, 1.0, spans, "length", 1.0),
+            num_prompt_tokens=size.prompt_tokens,
+            prompt_digest=first + number,
+        )
+        for number, (group, size) in enumerate(zip(ids, sizes, strict=True))
         for row, length in enumerate(size.answer_tokens)
     ]
     batch = plan_batch(
@@ -71,6 +76,7 @@ def _write_plan(recipe: Recipe, step: int, sizes: list[GroupSize], *, first: int
         world_size=1,
         tokens_per_micro_batch=recipe.trainer.tokens_per_micro_batch,
         optimizer_steps=1,
+        packings=("shared" if sizes[0].shares_prompt else "padded",),
     )
     folder = record_folder(recipe.folder, step)
     folder.mkdir(parents=True)

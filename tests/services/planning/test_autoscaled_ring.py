@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tandem.services.config.recipe import AutoscaleConfig
 from tandem.services.planning.autoscale import Decision, Replicas, State, Window, decide
 from tandem.services.planning.observation import Batch, Queues
-from tandem.services.planning.simulation import GroupSize, Rates, Ring, Setting, simulate
+from tandem.services.planning.rates import GroupSize, Rates, Setting
+from tandem.services.planning.simulation import Ring, simulate
 
 OPTIONS = AutoscaleConfig(mode="on", max_samplers=12, cooldown_seconds=60.0)
 DICE = random.Random(0)

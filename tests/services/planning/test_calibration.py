@@ -14,7 +14,7 @@ from tandem.services.cli import app
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.planning.calibration import LEAST_BATCHES, WARM_UP_BATCHES, measure
 from tandem.services.planning.proposals import candidates, predict, resized, with_split
-from tandem.services.planning.simulation import GroupSize, Rates
+from tandem.services.planning.rates import GroupSize, Rates
 from tandem.trainer.batch.record import prune_records
 from tests.support.simulated_run import write_simulated_run
 
@@ -74,6 +74,14 @@ def test_pauses_are_found_again(tmp_path: Path) -> None:
     assert (found.rates.evaluation_seconds, found.rates.output_seconds) == pytest.approx((3.0, 7.0))
     assert found.rates.batch_seconds == pytest.approx(RATES.batch_seconds, rel=0.05)
     assert predict(found, recipe).steps_per_minute == pytest.approx(found.steps_per_minute, rel=0.05)
+
+
+def test_a_prompt_that_its_answers_share_counts_once(tmp_path: Path) -> None:
+    groups = [replace(size, prompt_tokens=DICE.randint(100, 900), shares_prompt=True) for size in GROUPS]
+    found = measure(write_simulated_run(recipe_in(tmp_path / "run", 0), RATES, groups, 60))
+    assert found.rates.token_seconds == pytest.approx(RATES.token_seconds, rel=0.05)
+    (fewer,) = resized([GroupSize(500, (10, 20, 30, 40), shares_prompt=True)], 2, 200)
+    assert fewer.trained_tokens == 500 + 10 + 20
 
 
 def test_a_run_that_keeps_its_last_batches_is_measured_by_those(tmp_path: Path) -> None:

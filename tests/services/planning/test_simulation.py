@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.services.planning.simulation import HOP_SECONDS, GroupSize, Rates, Ring, Setting, simulate
+from tandem.services.planning.rates import GroupSize, Rates, Setting
+from tandem.services.planning.simulation import HOP_SECONDS, Ring, simulate
 
 GROUPS = [GroupSize(10, (100, 100)), GroupSize(10, (100, 100))]
 RATES = Rates(step_seconds=0.1, row_seconds=0.0, batch_seconds=1.0, token_seconds=0.01)
