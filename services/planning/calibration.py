@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.errors import UserError
+from tandem.protos.types import RowHeader
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.planning.observation import Batch, batches_of
 from tandem.services.planning.rates import GroupSize, Rates, Setting
@@ -90,13 +91,20 @@ def setting_of(recipe: Recipe) -> Setting:
 def _sizes(folder: Path, version: int) -> list[GroupSize]:
     """The groups of a recorded batch in its order. A trajectory of several segments counts as one answer."""
     plan = read_plan(folder, version)
-    prompts: dict[str, int] = {}
+    first: dict[str, RowHeader] = {}
     answers: dict[str, defaultdict[int, int]] = {}
     for header in plan.headers:
-        prompts.setdefault(header.group_id, header.num_tokens - header.num_loss_tokens)
+        first.setdefault(header.group_id, header)
         answers.setdefault(header.group_id, defaultdict(int))[header.trajectory_id] += max(1, header.num_loss_tokens)
-    shared = plan.packing == "shared"
-    return [GroupSize(prompts[one], tuple(answers[one].values()), shared) for one in plan.group_ids]
+    is_shared = plan.packing == "shared"
+    return [
+        GroupSize(
+            row.num_tokens - row.num_loss_tokens,
+            tuple(answers[row.group_id].values()),
+            row.num_prompt_tokens if is_shared else 0,
+        )
+        for row in map(first.__getitem__, plan.group_ids)
+    ]
 
 
 def _trainer_rates(

@@ -11,16 +11,17 @@ class GroupSize:
     """The tokens of one group."""
 
     prompt_tokens: int
+    """With those of tool results."""
     answer_tokens: tuple[int, ...]
     """Sampled tokens of each answer."""
-    shares_prompt: bool = False
-    """Whether the trainer computes the prompt once for all answers, and not for each of them."""
+    shared_tokens: int = 0
+    """Of `prompt_tokens`, those that the trainer computes once for all answers, and not for each of them."""
 
     @property
     def trained_tokens(self) -> int:
         """Those that the trainer computes, without padding."""
-        num_prompts = 1 if self.shares_prompt else len(self.answer_tokens)
-        return self.prompt_tokens * num_prompts + sum(self.answer_tokens)
+        own_tokens = self.prompt_tokens - self.shared_tokens
+        return self.shared_tokens + own_tokens * len(self.answer_tokens) + sum(self.answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)

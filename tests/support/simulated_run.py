@@ -63,7 +63,7 @@ def _write_plan(recipe: Recipe, step: int, sizes: list[GroupSize], *, first: int
     headers = [
         RowHeader(
             *(group, row, 0, "policy", size.prompt_tokens + length, length, 1.0, spans, "length", 1.0),
-            num_prompt_tokens=size.prompt_tokens,
+            num_prompt_tokens=size.shared_tokens or size.prompt_tokens,
             prompt_digest=first + number,
         )
         for number, (group, size) in enumerate(zip(ids, sizes, strict=True))
@@ -76,7 +76,7 @@ def _write_plan(recipe: Recipe, step: int, sizes: list[GroupSize], *, first: int
         world_size=1,
         tokens_per_micro_batch=recipe.trainer.tokens_per_micro_batch,
         optimizer_steps=1,
-        packings=("shared" if sizes[0].shares_prompt else "padded",),
+        packings=("shared" if sizes[0].shared_tokens else "padded",),
     )
     folder = record_folder(recipe.folder, step)
     folder.mkdir(parents=True)

@@ -77,11 +77,13 @@ def test_pauses_are_found_again(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_its_answers_share_counts_once(tmp_path: Path) -> None:
-    groups = [replace(size, prompt_tokens=DICE.randint(100, 900), shares_prompt=True) for size in GROUPS]
+    shared = [DICE.randint(100, 900) for _ in GROUPS]
+    groups = [GroupSize(5 + one, size.answer_tokens, one) for one, size in zip(shared, GROUPS, strict=True)]
     found = measure(write_simulated_run(recipe_in(tmp_path / "run", 0), RATES, groups, 60))
     assert found.rates.token_seconds == pytest.approx(RATES.token_seconds, rel=0.05)
-    (fewer,) = resized([GroupSize(500, (10, 20, 30, 40), shares_prompt=True)], 2, 200)
-    assert fewer.trained_tokens == 500 + 10 + 20
+    assert set(found.groups[:4]) == set(groups[4 * WARM_UP_BATCHES : 4 * WARM_UP_BATCHES + 4])
+    (fewer,) = resized([GroupSize(503, (10, 20, 30, 40), 500)], 2, 200)
+    assert fewer.trained_tokens == 500 + 2 * 3 + 10 + 20
 
 
 def test_a_run_that_keeps_its_last_batches_is_measured_by_those(tmp_path: Path) -> None:
