@@ -3,7 +3,8 @@
     python benchmarks/sampler.py [--rounds 5] [--output benchmarks/records/sampler.json]
 
 Processes answer the same prompts with the same settings of the engine, in turns: `LLM.generate` of vLLM (`raw`), our
-`Sampler` without a service (`sampler`), and the rollout service with prompts waiting in Redis (`service`). All have the
+`Sampler` without a service (`sampler`), and the rollout service with prompts waiting in Redis (`service`), from where a
+consumer claims the groups. It waits as a reward service does, because one that polls slows down the engine. All have the
 number of threads and the environment that `tandem run` gives a sampler; `defaults` is `raw` without that environment.
 None makes texts of tokens. They do so for answers of 4, 64 and 240 tokens, in groups of 8, as many at once as in the
 demo. Every ratio is one of two neighbouring measurements, and the record has the medians over the rounds. Run it on an
@@ -56,7 +57,9 @@ CONFIG = RolloutConfig(
     num_threads=automatic_threads(1),
 )
 RUN_ID = "sampler"
-START_SECONDS, MEASURE_SECONDS = 120.0, 120.0
+START_SECONDS, MEASURE_SECONDS, CLAIM_SECONDS = 120.0, 120.0, 5.0
+READER = "reward-0"
+"""The consumer's name."""
 
 Measure = Callable[[list[Prompt]], None]
 
@@ -250,13 +253,14 @@ async def _service(pipe: Connection, arguments: SamplerArguments, folder: Path) 
         "rollout": rollout,
     }
     with rollout_service(folder, values) as (buffer, process):
+        buffer.register_service(READER, "127.0.0.1:1")
 
         async def sample(prompts: list[Prompt]) -> None:
-            waiting = buffer.counts()["generated_waiting"] + len(prompts)
             buffer.admit([(one.group_id, encode_group(TrajectoryGroup(one))) for one in prompts], prompts[-1].index + 1)
-            while buffer.counts()["generated_waiting"] < waiting:
+            missing = len(prompts)
+            while missing > 0:
                 assert process.poll() is None, "the service ended"
-                await asyncio.sleep(0.01)
+                missing -= len(buffer.claim("generated", READER, missing, 10 * MEASURE_SECONDS, CLAIM_SECONDS))
 
         await _measure(pipe, sample, process.pid)
 
