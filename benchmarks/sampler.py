@@ -4,7 +4,7 @@
 
 Processes answer the same prompts with the same settings of the engine, in turns: `LLM.generate` of vLLM (`raw`), our
 `Sampler` without a service (`sampler`), and the rollout service with prompts waiting in Redis (`service`), from where a
-consumer claims the groups. It waits as a reward service does, because one that polls slows down the engine. All have the
+consumer claims the groups. It waits for them, as a reward service does: polling slows down the engine. All have the
 number of threads and the environment that `tandem run` gives a sampler; `defaults` is `raw` without that environment.
 None makes texts of tokens. They do so for answers of 4, 64 and 240 tokens, in groups of 8, as many at once as in the
 demo. Every ratio is one of two neighbouring measurements, and the record has the medians over the rounds. Run it on an

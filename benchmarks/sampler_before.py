@@ -4,9 +4,9 @@
 
 CHECKOUT is a folder with another commit, such as one of `git worktree add`, and its own `.venv`. Both services sample
 answers of 4, 64 and 240 tokens in turns, first the one and then the other, as benchmarks/sampler.py of their checkout
-measures them. Its consumer polled in older commits, which slows down the engine: give them the file of today. Every ratio
-is one of two neighbouring measurements, and the record has the medians over the rounds.
-Run it on an otherwise idle machine. The exit code is 1 if this checkout is more than 3 % slower at any length.
+measures them. If the other commit's file has a consumer that polls, which slows down the engine, give it this
+checkout's. Every ratio is one of two neighbouring measurements, and the record has the medians over the rounds. Run it
+on an otherwise idle machine. The exit code is 1 if this checkout is more than 3 % slower at any length.
 """
 
 from __future__ import annotations
